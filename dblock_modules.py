@@ -1,0 +1,271 @@
+"""The mathematics of DiffusionBlocks: levels, partitions, overlap, routing, schedules, preconditioning.
+
+Pure functions of float64 numbers; nothing here has parameters. Symbols are the paper's (arXiv 2506.14202, v4) and EDM's
+(arXiv 2206.00364). A level says how noisy a sample is; for Gaussian noise it is sigma. Blocks count from the noisiest, so
+edges decrease: block b covers [edges[b + 1], edges[b]].
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+# A level may reach the router in float32 (relative rounding 6e-8) or by another formula; one part in a million covers both,
+# and no schedule places two levels that close.
+EDGE_TOLERANCE = 1e-6
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Level distributions
+
+
+class LevelDistribution(Protocol):
+    """What a distribution of training levels offers: bounds, a cdf onto [0, 1] and its inverse.
+
+    Both functions take and return float64 tensors of any shape, on any device that has float64.
+    """
+
+    minimum: float
+    maximum: float
+
+    def cdf(self, level: Tensor) -> Tensor: ...
+
+    def inverse_cdf(self, q: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class LogNormalLevels:
+    """EDM's noise distribution, ln sigma ~ N(P_mean, P_std^2), truncated to [minimum, maximum].
+
+    Source: EDM table 1 (training distribution); DiffusionBlocks section 3.3 (truncation).
+    """
+
+    P_mean: float = -1.2
+    P_std: float = 1.2
+    minimum: float = 0.002
+    maximum: float = 80.0
+
+    def _bounds(self) -> tuple[float, float]:
+        z = (torch.tensor([self.minimum, self.maximum], dtype=torch.float64).log() - self.P_mean) / self.P_std
+        q_min, q_max = torch.special.ndtr(z).tolist()
+        return q_min, q_max
+
+    def cdf(self, level: Tensor) -> Tensor:
+        """Returns the share of the truncated distribution below `level`: 0 at minimum, 1 at maximum."""
+        q_min, q_max = self._bounds()
+        z = (torch.as_tensor(level, dtype=torch.float64).log() - self.P_mean) / self.P_std
+        return ((torch.special.ndtr(z) - q_min) / (q_max - q_min)).clamp(0.0, 1.0)
+
+    def inverse_cdf(self, q: Tensor) -> Tensor:
+        """Returns Q(q), the level below which the share q of the truncated distribution lies (q in [0, 1])."""
+        q_min, q_max = self._bounds()
+        q = torch.as_tensor(q, dtype=torch.float64)
+        z = torch.special.ndtri(q_min + q * (q_max - q_min))
+        return (self.P_mean + self.P_std * z).exp().clamp(self.minimum, self.maximum)
+
+
+def sample_interval(distribution: LevelDistribution, low: float, high: float, uniform: Tensor) -> Tensor:
+    """Draws levels from a distribution restricted to [low, high], by inverse transform on `uniform`'s device.
+
+    Args:
+        uniform: numbers in [0, 1), float64, any shape.
+
+    Returns:
+        Levels of that shape, float64.
+    """
+    q_low, q_high = distribution.cdf(torch.tensor([low, high], dtype=torch.float64)).tolist()
+    return distribution.inverse_cdf(q_low + uniform * (q_high - q_low)).clamp(low, high)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Partition, overlap, routing, layers
+
+
+@dataclass(frozen=True)
+class Partition:
+    """The cut of the levels into blocks, and the one answer to "which block owns this level".
+
+    Attributes:
+        edges: num_blocks + 1 strictly decreasing levels, from the highest to the lowest.
+    """
+
+    edges: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        gaps = [below < above * (1 - 2 * EDGE_TOLERANCE) for above, below in zip(self.edges[:-1], self.edges[1:], strict=True)]
+        if len(self.edges) < 2 or not all(gaps) or self.edges[-1] < 0:
+            raise ValueError(f"a partition needs at least two edges that strictly decrease and are not negative, got {self.edges}")
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.edges) - 1
+
+    def interval(self, block: int) -> tuple[float, float]:
+        """Returns (low, high) of a block, without overlap."""
+        return self.edges[block + 1], self.edges[block]
+
+    def block_of(self, level: float) -> int:
+        """Returns the block that owns a level: the router of training, evaluation and sampling.
+
+        The highest level belongs to block 0, an inner edge to the block below it, since a sampling step that starts there
+        goes down into that block.
+
+        Raises:
+            ValueError: the level lies outside the partition.
+        """
+        if not self.edges[-1] * (1 - EDGE_TOLERANCE) <= level <= self.edges[0] * (1 + EDGE_TOLERANCE):
+            raise ValueError(f"level {level} lies outside the partition [{self.edges[-1]}, {self.edges[0]}]")
+        return sum(level <= edge * (1 + EDGE_TOLERANCE) for edge in self.edges[1:-1])
+
+    def masses(self, distribution: LevelDistribution) -> list[float]:
+        """Returns the share of a level distribution that falls into each block; they sum to 1."""
+        q = distribution.cdf(torch.tensor(self.edges, dtype=torch.float64))
+        return (q[:-1] - q[1:]).tolist()
+
+
+def make_partition(
+    name: str, num_blocks: int, distribution: LevelDistribution, edges: Sequence[float] | None = None
+) -> Partition:
+    """Cuts the levels of a distribution into blocks.
+
+    Args:
+        name: `equi_probability` (equal steps of the cdf; section 3.3), `log_uniform` (equal steps of ln level; what appendix
+            E.6 calls uniform), `uniform` (equal steps of the level; the formula in section 3.3) or `custom`.
+        edges: for `custom` alone: num_blocks + 1 decreasing levels that begin and end at the distribution's bounds.
+
+    Raises:
+        ValueError: an unknown name, edges that do not decrease or do not span the levels.
+    """
+    if num_blocks < 1:
+        raise ValueError(f"num_blocks must be at least 1, got {num_blocks}")
+    steps = torch.arange(num_blocks, -1, -1, dtype=torch.float64) / num_blocks
+    low, high = distribution.minimum, distribution.maximum
+    if name == "equi_probability":
+        inner = distribution.inverse_cdf(steps).tolist()
+    elif name == "log_uniform":
+        inner = (low * (high / low) ** steps).tolist()
+    elif name == "uniform":
+        inner = (low + (high - low) * steps).tolist()
+    elif name == "custom":
+        inner = [float(edge) for edge in edges or ()]
+        spans = len(inner) == num_blocks + 1 and np.allclose([inner[0], inner[-1]], [high, low], rtol=EDGE_TOLERANCE, atol=0)
+        if not spans:
+            raise ValueError(f"custom edges need num_blocks + 1 = {num_blocks + 1} levels from {high} to {low}, got {inner}")
+    else:
+        raise ValueError(f"partition is one of equi_probability, log_uniform, uniform, custom, got {name!r}")
+    return Partition((high, *inner[1:-1], low))
+
+
+def widen_log(low: float, high: float, overlap: float, minimum: float, maximum: float) -> tuple[float, float]:
+    """Widens a block's training interval at both ends in log sigma, then clamps it.
+
+    [low / alpha, high * alpha] with alpha = (high / low)^overlap: the log width grows by the factor 1 + 2 overlap. The paper
+    does not mention the clamp to [minimum, maximum]; the released code has it.
+
+    Source: DiffusionBlocks v4 section 3.4, v1 equation 15.
+    """
+    alpha = (high / low) ** overlap
+    return max(low / alpha, minimum), min(high * alpha, maximum)
+
+
+def split_layers(depth: int, num_blocks: int, layers: Sequence[int] | None = None) -> list[int]:
+    """Returns how many layers each block owns, block 0 (the first layers) first.
+
+    Without a list the split is even, the first blocks taking one more where it does not divide.
+
+    Raises:
+        ValueError: a block without layers, or a list that does not own every layer exactly once.
+    """
+    if num_blocks > depth:
+        raise ValueError(f"num_blocks={num_blocks} is more than the model's {depth} layers; each block needs at least one")
+    if layers is None:
+        return [depth // num_blocks + (block < depth % num_blocks) for block in range(num_blocks)]
+    if len(layers) != num_blocks or sum(layers) != depth or min(layers) < 1:
+        raise ValueError(f"layers={list(layers)} must list {num_blocks} counts of at least 1 that sum to the depth, {depth}")
+    return list(layers)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Schedules: float64 on the host, decreasing, n nodes for n asked; the step to 0 after the last node is the sampler's
+
+
+def karras_schedule(n: int, minimum: float, maximum: float, rho: float = 7.0) -> np.ndarray:
+    """Returns EDM's n levels from maximum to minimum, equally spaced in level^(1/rho) (EDM equation 5)."""
+    if n == 1:
+        return np.array([maximum])
+    high, low = maximum ** (1 / rho), minimum ** (1 / rho)
+    levels = (high + np.linspace(0.0, 1.0, n) * (low - high)) ** rho
+    levels[[0, -1]] = maximum, minimum
+    return levels
+
+
+def equi_probability_schedule(n: int, distribution: LevelDistribution) -> np.ndarray:
+    """Returns n levels from maximum to minimum, equally spaced in the cdf."""
+    if n == 1:
+        return np.array([distribution.maximum])
+    return distribution.inverse_cdf(torch.linspace(1.0, 0.0, n, dtype=torch.float64)).numpy()
+
+
+def per_block_schedule(n: int, partition: Partition, rho: float = 7.0) -> np.ndarray:
+    """Returns n levels that start at every block's upper edge, with the same number in every block.
+
+    Where n does not divide, the noisiest blocks have one more. Inside a block the levels are spaced as Karras's; the lowest
+    block ends at the lowest level.
+    """
+    counts = split_layers(n, min(n, partition.num_blocks))
+    levels: list[float] = []
+    for block, count in enumerate(counts):
+        low, high = partition.interval(block)
+        last = block == partition.num_blocks - 1
+        levels.extend(karras_schedule(count if last else count + 1, low, high, rho)[:count])
+    return np.array(levels)
+
+
+def make_schedule(name: str, n: int, distribution: LevelDistribution, partition: Partition, rho: float = 7.0) -> np.ndarray:
+    """Returns the n decreasing levels of `karras`, `equi_probability` or `per_block`.
+
+    Raises:
+        ValueError: an unknown name, or n below 1.
+    """
+    if n < 1:
+        raise ValueError(f"a schedule needs at least 1 step, got {n}")
+    if name == "karras":
+        return karras_schedule(n, distribution.minimum, distribution.maximum, rho)
+    if name == "equi_probability":
+        return equi_probability_schedule(n, distribution)
+    if name == "per_block":
+        return per_block_schedule(n, partition, rho)
+    raise ValueError(f"schedule is one of karras, equi_probability, per_block, got {name!r}")
+
+
+def visits(schedule: np.ndarray, partition: Partition) -> list[int]:
+    """Returns how many of a schedule's levels each block owns."""
+    owners = [partition.block_of(level) for level in schedule]
+    return np.bincount(owners, minlength=partition.num_blocks).tolist()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# EDM's preconditioning
+
+
+class Preconditioning(NamedTuple):
+    """D(z; sigma) = c_skip z + c_out F(c_in z; c_noise), EDM equation 7."""
+
+    c_skip: Tensor
+    c_out: Tensor
+    c_in: Tensor
+    c_noise: Tensor
+
+
+def precondition(sigma: Tensor, sigma_data: float) -> Preconditioning:
+    """Returns EDM's coefficients (table 1) for levels of any shape, in their dtype."""
+    total = sigma**2 + sigma_data**2
+    return Preconditioning(sigma_data**2 / total, sigma * sigma_data / total.sqrt(), total.rsqrt(), sigma.log() / 4)
+
+
+def edm_weight(sigma: Tensor, sigma_data: float) -> Tensor:
+    """Returns EDM's loss weight (sigma^2 + sigma_data^2) / (sigma sigma_data)^2 = 1 / c_out^2 (table 1)."""
+    return (sigma**2 + sigma_data**2) / (sigma * sigma_data) ** 2
