@@ -118,7 +118,7 @@ class Partition:
         """
         if not self.edges[-1] * (1 - EDGE_TOLERANCE) <= level <= self.edges[0] * (1 + EDGE_TOLERANCE):
             raise ValueError(f"level {level} lies outside the partition [{self.edges[-1]}, {self.edges[0]}]")
-        return sum(level <= edge * (1 + EDGE_TOLERANCE) for edge in self.edges[1:-1])
+        return int(sum(level <= edge * (1 + EDGE_TOLERANCE) for edge in self.edges[1:-1]))
 
     def masses(self, distribution: LevelDistribution) -> list[float]:
         """Returns the share of a level distribution that falls into each block; they sum to 1."""
@@ -206,7 +206,9 @@ def equi_probability_schedule(n: int, distribution: LevelDistribution) -> np.nda
     """Returns n levels from maximum to minimum, equally spaced in the cdf."""
     if n == 1:
         return np.array([distribution.maximum])
-    return distribution.inverse_cdf(torch.linspace(1.0, 0.0, n, dtype=torch.float64)).numpy()
+    levels = distribution.inverse_cdf(torch.linspace(1.0, 0.0, n, dtype=torch.float64)).numpy()
+    levels[[0, -1]] = distribution.maximum, distribution.minimum
+    return levels
 
 
 def per_block_schedule(n: int, partition: Partition, rho: float = 7.0) -> np.ndarray:
