@@ -24,7 +24,7 @@ install:
 	fi; \
 	echo "Installing requirements.lock into $(VENV): some minutes, and 6 GB with the CUDA libraries of the Linux build."; \
 	: > $(INSTALLED); \
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --requirement requirements.lock; \
+	$(VENV)/bin/python -m pip install --disable-pip-version-check --requirement requirements.lock; \
 	cp requirements.lock $(INSTALLED)
 
 demo: install
