@@ -34,6 +34,7 @@ class DataConfig:
     name: str = REQUIRED
     path: str | None = None  # a local folder, or the name of a Hugging Face set
     size: int = REQUIRED  # height and width in pixels
+    channels: int = REQUIRED
     num_classes: int = REQUIRED  # 0: labels are not used
     image_column: str | None = None  # found by itself among the usual spellings
     label_column: str | None = None
@@ -282,6 +283,10 @@ def guidance_scales(config: Config, value: Any) -> list[float]:
     )
     for scale in scales:
         at_least("guidance", scale, 0)
+    require(
+        all(scale == 1 for scale in scales) or config.train.label_dropout > 0,
+        f"guidance={value} needs a model that was trained with label dropout; this one has train.label_dropout=0",
+    )
     return [float(scale) for scale in scales]
 
 
@@ -297,6 +302,7 @@ def validate(config: Config) -> None:
         f"model.patch_size={model.patch_size} does not divide the image size, {config.data.size}",
     )
     at_least("data.num_classes", config.data.num_classes, 0)
+    at_least("data.channels", config.data.channels, 1)
     objective = config.objective
     for name in ("P_std", "sigma_min", "sigma_data"):
         require(getattr(objective, name) > 0, f"objective.{name}={getattr(objective, name)} must be above 0")
@@ -354,11 +360,7 @@ def validate(config: Config) -> None:
         at_least(f"sampler.{name}", getattr(sampler, name), 1)
     require(sampler.rho > 0, f"sampler.rho={sampler.rho} must be above 0")
     for value in (sampler.guidance, *(evaluation.guidance or [])):
-        scales = guidance_scales(config, value)
-        require(
-            all(scale == 1 for scale in scales) or train.label_dropout > 0,
-            f"guidance={value} needs a model that was trained with label dropout; this one has train.label_dropout=0",
-        )
+        guidance_scales(config, value)
     if sampler.labels != "balanced":
         wanted = sampler.labels if isinstance(sampler.labels, list) else [sampler.labels]
         require(

@@ -1,0 +1,207 @@
+"""Blocks made from a backbone and a partition, and the objective that says what they noise, predict and score.
+
+EDM: Karras et al., arXiv 2206.00364. DiffusionBlocks: arXiv 2506.14202, sections 3.2 to 3.4.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+import config as configuration
+from config import Config
+from dblock_modules import LevelDistribution, Partition, edm_weight, precondition, sample_interval, widen_log
+from randomness import generator, stream_seed
+from vit import DiT
+
+Backbone = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+
+@dataclass(frozen=True)
+class EDMObjective:
+    """Denoising of Gaussian noise under EDM's preconditioning and weight.
+
+    Attributes:
+        distribution: training distribution of sigma.
+        partition: which block owns which levels.
+        overlap: the exponent gamma by which a block's training interval is widened.
+        sigma_data: standard deviation of the data in model units.
+        seed: of all draws.
+    """
+
+    distribution: LevelDistribution
+    partition: Partition
+    overlap: float
+    sigma_data: float
+    seed: int
+
+    def interval(self, block: int) -> tuple[float, float]:
+        """Returns (low, high) of the levels that a block is trained on, overlap included."""
+        return widen_log(*self.partition.interval(block), self.overlap, self.distribution.minimum, self.distribution.maximum)
+
+    def draw(self, x: Tensor, block: int, step: int, batch_size: int, rows: slice) -> tuple[Tensor, Tensor]:
+        """Noises clean samples for one step of a block.
+
+        The whole batch's levels and noise are drawn, then the rows are taken, so that micro-batches and processes see the
+        same numbers as one process.
+
+        Args:
+            x: (n, ...) clean samples, the `rows` of a batch of batch_size.
+
+        Returns:
+            z: (n, ...) noisy samples; sigma: (n,) float64.
+        """
+        device = x.device
+        uniform = torch.rand(
+            batch_size, dtype=torch.float64, device=device, generator=generator(self.seed, "sigma", block, step, device=device)
+        )
+        noise = torch.randn(
+            (batch_size, *x.shape[1:]), device=device, generator=generator(self.seed, "noise", block, step, device=device)
+        )
+        sigma = sample_interval(self.distribution, *self.interval(block), uniform[rows])
+        return x + expand(sigma.float(), x) * noise[rows], sigma
+
+    def denoise(
+        self,
+        backbone: Backbone,
+        z: Tensor,
+        sigma: Tensor,
+        condition: Tensor | None,
+        autocast: AbstractContextManager | None = None,
+    ) -> Tensor:
+        """Returns D(z; sigma) = c_skip z + c_out F(c_in z; c_noise), (N, ...) float32 (EDM equation 7).
+
+        Args:
+            z: (N, ...); sigma: (N,).
+            autocast: context for the backbone alone; the coefficients stay float32.
+        """
+        c = precondition(expand(sigma.float(), z), self.sigma_data)
+        with autocast or nullcontext():
+            F_x = backbone(c.c_in * z, c.c_noise.flatten(), condition)
+        return c.c_skip * z + c.c_out * F_x.float()
+
+    def loss(
+        self,
+        backbone: Backbone,
+        x: Tensor,
+        z: Tensor,
+        sigma: Tensor,
+        condition: Tensor | None,
+        autocast: AbstractContextManager | None = None,
+    ) -> Tensor:
+        """Returns the weighted squared error per sample, mean over its dimensions: (N,) float32."""
+        error = (self.denoise(backbone, z, sigma, condition, autocast) - x).square().flatten(1).mean(1)  # (N,)
+        return edm_weight(sigma, self.sigma_data).float() * error
+
+
+def expand(values: Tensor, like: Tensor) -> Tensor:
+    """(N,) -> (N, 1, ..., 1) with as many dimensions as `like`."""
+    return values.reshape(-1, *[1] * (like.ndim - 1))
+
+
+@dataclass
+class RoutedDenoiser:
+    """D(z; sigma) of a whole model for given labels: every level goes to the block that owns it.
+
+    Attributes:
+        backbones: by block.
+        labels: (N,) int64, or None for an unconditional model.
+        guidance: one scale w per block; D_null + w (D_label - D_null) on all channels, so 1 is conditional and costs one forward.
+        null_label: the label of no label.
+        autocast: makes the backbone's context.
+    """
+
+    objective: EDMObjective
+    backbones: Mapping[int, nn.Module]
+    labels: Tensor | None
+    guidance: Sequence[float]
+    null_label: int
+    autocast: Callable[[], AbstractContextManager] = nullcontext
+
+    def __call__(self, z: Tensor, sigma: float) -> Tensor:
+        """Returns D, shaped like z, in float32."""
+        block = self.objective.partition.block_of(sigma)
+        w = self.guidance[block]
+        z = z.float()
+        if self.labels is None or w == 1:
+            return self._denoise(block, z, sigma, self.labels)
+        null = torch.full_like(self.labels, self.null_label)
+        if w == 0:
+            return self._denoise(block, z, sigma, null)
+        both = self._denoise(block, torch.cat([z, z]), sigma, torch.cat([self.labels, null]))
+        conditional, unconditional = both.chunk(2)
+        return unconditional + w * (conditional - unconditional)
+
+    def _denoise(self, block: int, z: Tensor, sigma: float, labels: Tensor | None) -> Tensor:
+        levels = torch.full((len(z),), sigma, dtype=torch.float64, device=z.device)
+        return self.objective.denoise(self.backbones[block], z, levels, labels, self.autocast())
+
+
+@dataclass
+class Model:
+    """The blocks that one job holds, and what is needed to use them.
+
+    Attributes:
+        backbones: by block; a job that trains some blocks holds those alone.
+        scale: model units per unit of pixels in [-1, 1].
+    """
+
+    config: Config
+    objective: EDMObjective
+    backbones: dict[int, nn.Module]
+    scale: float
+    autocast: Callable[[], AbstractContextManager] = nullcontext
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(channels, height, width) of a sample."""
+        data = self.config.data
+        return data.channels, data.size, data.size
+
+    @property
+    def device(self) -> torch.device:
+        return next(next(iter(self.backbones.values())).parameters()).device
+
+    def denoiser(self, labels: Tensor | None, guidance: float | Sequence[float] = 1.0) -> RoutedDenoiser:
+        """Returns D(z, sigma) for these labels, (N,) int64 on the model's device, or None for an unconditional model.
+
+        Raises:
+            SettingError: guidance that the model was not trained for, or labels that it does not know.
+        """
+        scales = configuration.guidance_scales(self.config, guidance)
+        num_classes = self.config.data.num_classes
+        if num_classes == 0:
+            configuration.require(labels is None, "labels were given to a model that was trained without labels")
+        else:
+            known = labels is not None and bool(((labels >= 0) & (labels < num_classes)).all())
+            configuration.require(known, f"labels must lie in 0..{num_classes - 1}")
+        return RoutedDenoiser(self.objective, self.backbones, labels, scales, num_classes, self.autocast)
+
+
+def build_backbone(config: Config, block: int) -> nn.Module:
+    """Returns the backbone of one block on the CPU, initialised from the stream (seed, "init", block) whatever else exists."""
+    model, data = config.model, config.data
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(stream_seed(config.seed, "init", block))
+        return DiT(
+            channels=data.channels,
+            size=data.size,
+            patch_size=model.patch_size,
+            depth=configuration.layer_split(config)[block],
+            width=model.width,
+            heads=model.heads,
+            num_classes=data.num_classes,
+        )
+
+
+def build_objective(config: Config) -> EDMObjective:
+    """Returns the objective that a configuration describes."""
+    return EDMObjective(
+        configuration.levels(config),
+        configuration.partition(config),
+        config.partition.overlap,
+        config.objective.sigma_data,
+        config.seed,
+    )
