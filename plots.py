@@ -142,11 +142,11 @@ def plot_partition(
     _save(figure, path)
 
 
-def image_grid(images: ArrayLike, path: str | Path, columns: int | None = None, scale: int | None = None) -> None:
+def image_grid(images: ArrayLike | torch.Tensor, path: str | Path, columns: int | None = None, scale: int | None = None) -> None:
     """Writes a batch of images as one PNG grid, row by row, with 2 grey pixels around each image (a lone image has none).
 
     Args:
-        images: (N, C, H, W), uint8, with C = 1 (grey) or 3 (RGB); an array, or a tensor on the CPU.
+        images: (N, C, H, W), uint8, with C = 1 (grey) or 3 (RGB); an array or a tensor.
         columns: images per row; by default as square a grid as N allows.
         scale: each pixel becomes a square of scale x scale pixels, unblurred; by default the least that makes an image 64
             pixels wide or high.
@@ -154,7 +154,8 @@ def image_grid(images: ArrayLike, path: str | Path, columns: int | None = None, 
     Raises:
         ValueError: images of another dtype or shape, none at all, or columns or scale below 1.
     """
-    images = torch.from_numpy(np.array(images))  # a copy, since a memory-mapped array is read-only, which torch warns about
+    if not isinstance(images, torch.Tensor):
+        images = torch.from_numpy(np.array(images))  # a copy: a memory-mapped array is read-only, which torch warns about
     if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[1] not in (1, 3) or images.numel() == 0:
         raise ValueError(f"a grid needs uint8 images (N, 1 or 3, H, W), got {images.dtype} {tuple(images.shape)}")
     if columns is None:
@@ -165,7 +166,7 @@ def image_grid(images: ArrayLike, path: str | Path, columns: int | None = None, 
         raise ValueError(f"columns and scale must be at least 1, got columns={columns}, scale={scale}")
     enlarged = images.repeat_interleave(scale, dim=2).repeat_interleave(scale, dim=3)  # (N, C, H scale, W scale)
     grid = make_grid(enlarged, nrow=columns, padding=2, pad_value=128)  # (3, height, width)
-    Image.fromarray(grid.permute(1, 2, 0).numpy()).save(path, format="PNG")
+    Image.fromarray(grid.permute(1, 2, 0).cpu().numpy()).save(path, format="PNG")
 
 
 def _figure(title: str, xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
