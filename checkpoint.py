@@ -24,7 +24,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+import config as configuration
 from config import SettingError, require
+from hardware import set_up
+from model import Model, build_backbone, build_objective
 
 FORMAT = 1
 SEPARATOR = "/"  # raw/<parameter>, ema/<parameter>
@@ -37,12 +40,14 @@ class Part:
     Attributes:
         ema: moving average of the parameters, by name.
         step: optimizer steps that the part has made.
+        seconds: time that they took, over all sessions.
     """
 
     module: nn.Module
     ema: dict[str, Tensor]
     optimizer: torch.optim.Optimizer
     step: int = 0
+    seconds: float = 0.0
 
 
 def part_name(block: int) -> str:
@@ -146,7 +151,8 @@ def save(folder: Path, parts: dict[str, Part], description: dict[str, Any]) -> N
         files = {"weights": f"{name}.safetensors", "optimizer": f"{name}.optimizer.pt"}
         save_file({key: value.detach().cpu().contiguous() for key, value in tensors.items()}, temporary / files["weights"])
         torch.save(part.optimizer.state_dict(), temporary / files["optimizer"])
-        entries[name] = {"step": part.step, "files": {kind: described(temporary / file) for kind, file in files.items()}}
+        described_files = {kind: described(temporary / file) for kind, file in files.items()}
+        entries[name] = {"step": part.step, "seconds": round(part.seconds, 3), "files": described_files}
     commit_generation(folder, temporary, {**description, "parts": entries})
 
 
@@ -198,7 +204,33 @@ def restore(folder: Path, run: dict[str, Any], name: str, part: Part) -> None:
     for key, value in load_weights(folder, run, name, "ema").items():
         part.ema[key].copy_(value)
     part.optimizer.load_state_dict(torch.load(part_file(folder, run, name, "optimizer"), weights_only=True, map_location="cpu"))
-    part.step = run["parts"][name]["step"]
+    part.step, part.seconds = run["parts"][name]["step"], run["parts"][name]["seconds"]
+
+
+def load_model(folder: str | Path, weights: str = "ema", device: str = "auto", blocks: list[int] | None = None) -> Model:
+    """Loads a trained model from a run's folder.
+
+    Args:
+        weights: `ema` or `raw`.
+        blocks: the blocks to load; no file of another is read. None: all that the run holds.
+
+    Raises:
+        SettingError: no checkpoint there, a file that was changed, or a block that the run does not hold.
+    """
+    folder = Path(folder)
+    run = read_run(folder)
+    require(run is not None, f"{folder} holds no checkpoint: train first, or give the folder of a run")
+    config = configuration.load_config(folder / "config.yaml")
+    hardware = set_up(device, run["machine"]["precision"], None)
+    if blocks is None:
+        blocks = [int(name.removeprefix("block_")) for name in run["parts"]]
+    backbones = {}
+    for block in blocks:
+        tensors = load_weights(folder, run, part_name(block), weights)
+        backbones[block] = build_backbone(config, block).eval()
+        backbones[block].load_state_dict(tensors)
+        backbones[block].to(hardware.device)
+    return Model(config, build_objective(config), backbones, run["data"]["scale"], hardware.autocast)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -300,7 +332,7 @@ def merge(folders: list[Path], target: Path, identity: dict[str, Any], blocks: l
             source = part_file(folder, runs[folder], name, kind)
             shutil.copyfile(source, temporary / source.name)
             files[kind] = described(temporary / source.name)
-        entries[name] = {"step": steps[name], "files": files}
+        entries[name] = {**runs[folder]["parts"][name], "files": files}
     first = runs[folders[0]]
     description = {"identity": identity, "data": first["data"], "machine": first["machine"], "merged_from": list(map(str, folders))}
     commit_generation(target, temporary, {**description, "parts": entries})

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from omegaconf import OmegaConf
+
 import dblock_modules
 
 REQUIRED = "???"  # OmegaConf's mark for a value that a group's file must give
@@ -406,3 +408,35 @@ def run_folder(config: Config) -> Path:
         return Path(config.folder)
     blocks = "" if config.method.name == "end_to_end" else f"_{config.partition.num_blocks}"
     return Path(config.out) / f"{config.data.name}_{config.method.name}{blocks}_{digest(trained_identity(config))}"
+
+
+# The dataclass of each group whose fields depend on what its `name` says.
+CLASSES = {
+    "data": lambda name: DataConfig,
+    "model": {"dit": ModelConfig}.get,
+    "objective": {"edm": ObjectiveConfig}.get,
+}
+
+
+def save_config(config: Config, path: Path) -> None:
+    """Writes a resolved configuration as YAML."""
+    path.write_text(OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config))))
+
+
+def load_config(path: Path) -> Config:
+    """Reads a configuration that save_config wrote.
+
+    Raises:
+        SettingError: no such file, or keys that this code does not know.
+    """
+    require(path.is_file(), f"{path} is missing: a run's folder holds the configuration that trained it")
+    plain = OmegaConf.to_container(OmegaConf.load(path))
+    try:
+        for item in dataclasses.fields(Config):
+            if item.name in CLASSES:
+                plain[item.name] = CLASSES[item.name](plain[item.name]["name"])(**plain[item.name])
+            elif dataclasses.is_dataclass(item.type):
+                plain[item.name] = item.type(**plain[item.name])
+        return Config(**plain)
+    except (TypeError, KeyError) as error:
+        raise SettingError(f"{path} does not fit this version of the code: {error}") from None

@@ -4,12 +4,26 @@ The probability-flow ODE is dz/dsigma = (z - D(z; sigma)) / sigma; the step from
 n levels are n evaluations for Euler and 2n - 1 for Heun. (Equations 3 and 4 of the paper print the opposite sign.)
 """
 
+import json
+import math
+import os
+import shutil
+import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
+from tqdm import tqdm
 
+import plots
+from config import SamplerConfig
+from data import to_pixels
+from dblock_modules import make_schedule, visits
+from model import Model
 from randomness import generator
 
 Denoiser = Callable[[Tensor, float], Tensor]
@@ -59,6 +73,100 @@ def image_noise(seed: int, indices: Sequence[int], shape: tuple[int, ...], devic
     return torch.stack([torch.randn(shape, generator=generator(seed, "sample", index)) for index in indices]).to(device)
 
 
-def balanced_labels(count: int, labels: Sequence[int]) -> Tensor:
-    """Returns (count,) int64: the labels repeated in turn, so that any long run of images is balanced."""
-    return torch.tensor([labels[index % len(labels)] for index in range(count)], dtype=torch.int64)
+# ---------------------------------------------------------------------------------------------------------------------
+# Images from a trained model
+
+
+def model_schedule(model: Model, settings: SamplerConfig) -> np.ndarray:
+    """Returns the levels that the settings ask for on this model's partition; warns where they leave a block out."""
+    objective = model.objective
+    schedule = make_schedule(settings.schedule, settings.steps, objective.distribution, objective.partition, settings.rho)
+    counts = visits(schedule, objective.partition)
+    if 0 in counts:
+        left_out = [block for block, count in enumerate(counts) if count == 0]
+        warnings.warn(
+            f"the schedule {settings.schedule} with {settings.steps} steps never visits block {left_out}: "
+            "take more steps, or sampler.schedule=per_block",
+            stacklevel=2,
+        )
+    return schedule
+
+
+def choose_labels(settings: SamplerConfig, num_classes: int, start: int, stop: int) -> Tensor | None:
+    """Returns the labels of images start..stop: balanced or the listed ones, in turn; (n,) int64, None without classes."""
+    if num_classes == 0:
+        return None
+    if settings.labels == "balanced":
+        wanted: Sequence[int] = range(num_classes)
+    else:
+        wanted = settings.labels if isinstance(settings.labels, list) else [settings.labels]
+    return torch.tensor([wanted[index % len(wanted)] for index in range(start, stop)], dtype=torch.int64)
+
+
+@torch.inference_mode()
+def sample_images(model: Model, settings: SamplerConfig, start: int = 0, stop: int | None = None) -> tuple[Tensor, Tensor | None]:
+    """Draws images start..stop of the set that the settings describe, in one batch.
+
+    Image i depends on the seed and i alone (but for rounding), not on the batch.
+
+    Returns:
+        images: (n, C, H, W) uint8; labels: (n,) int64 or None. Both on the CPU.
+    """
+    stop = settings.num_images if stop is None else stop
+    labels = choose_labels(settings, model.config.data.num_classes, start, stop)
+    denoiser = model.denoiser(None if labels is None else labels.to(model.device), settings.guidance)
+    noise = image_noise(settings.seed, range(start, stop), model.shape, model.device)
+    x = SAMPLERS[settings.name](denoiser, noise, model_schedule(model, settings))
+    return to_pixels(x, model.scale).cpu(), labels
+
+
+def write_images(model: Model, settings: SamplerConfig, folder: Path, protocol: dict[str, Any], progress: bool = True) -> Path:
+    """Draws the settings' images into a folder, batch by batch; cut off, it goes on after the last whole batch.
+
+    Args:
+        protocol: what identifies the images; kept beside them.
+
+    Returns:
+        The path of an .npz with `images` (N, C, H, W) uint8 and `labels` (N,) int64. Beside it `grid.png` and, by
+        `format=png`, a file per image in `images/`.
+    """
+    result = folder / "samples.npz"
+    if result.exists():
+        return result
+    batches = folder / "batches"
+    batches.mkdir(parents=True, exist_ok=True)
+    schedule = model_schedule(model, settings)
+    protocol = {**protocol, "visits": visits(schedule, model.objective.partition), "schedule": schedule.tolist()}
+    (folder / "protocol.json").write_text(json.dumps(protocol, indent=1) + "\n")
+    files = []
+    for index in tqdm(
+        range(math.ceil(settings.num_images / settings.batch_size)), desc="sampling", unit="batch", disable=not progress
+    ):
+        files.append(batches / f"{index:06d}.npz")
+        if not files[-1].exists():
+            start = index * settings.batch_size
+            images, labels = sample_images(model, settings, start, min(start + settings.batch_size, settings.num_images))
+            save_arrays(files[-1], images.numpy(), np.zeros(0, np.int64) if labels is None else labels.numpy())
+    loaded = [load_arrays(file) for file in files]
+    images, labels = (np.concatenate(arrays) for arrays in zip(*loaded, strict=True))
+    plots.image_grid(images[:100], folder / "grid.png", columns=10)
+    if settings.format == "png":
+        (folder / "images").mkdir(exist_ok=True)
+        for index, image in enumerate(images.transpose(0, 2, 3, 1)):
+            Image.fromarray(image.squeeze(-1) if image.shape[-1] == 1 else image).save(folder / "images" / f"{index:06d}.png")
+    save_arrays(result, images, labels)
+    shutil.rmtree(batches)
+    return result
+
+
+def save_arrays(path: Path, images: np.ndarray, labels: np.ndarray) -> None:
+    """Writes images and labels as one .npz in one move."""
+    temporary = path.with_suffix(".tmp.npz")
+    np.savez(temporary, images=images, labels=labels)
+    os.replace(temporary, path)
+
+
+def load_arrays(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Returns images (N, C, H, W) uint8 and labels (N,) int64 (none: length 0) of an .npz that save_arrays wrote."""
+    with np.load(path, allow_pickle=False) as file:
+        return file["images"], file["labels"]

@@ -1,0 +1,347 @@
+"""The training loop: one block per step.
+
+A block's steps do not depend on when other blocks make theirs: rate, EMA and everything drawn follow the block's own count. So
+the order of the steps is a matter of taste, a job may train some blocks alone, and a resumed run is the same run.
+"""
+
+import json
+import math
+import signal
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+import checkpoint
+import config as configuration
+import plots
+from checkpoint import Part, part_name
+from config import Config, TrainConfig
+from data import BatchSource, ImageData
+from hardware import Hardware
+from model import EDMObjective, Model, build_backbone, build_objective
+from randomness import generator, stream_seed
+
+
+class NonFiniteLoss(RuntimeError):
+    """A loss that is not a number or infinite; the message names block and step."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Which block, when: pure functions of the settings
+
+
+def update_counts(seed: int, order: str, probabilities: list[float], total: int) -> list[int]:
+    """Returns how many of `total` steps each block gets.
+
+    For `uniform` order the steps are independent draws; otherwise the counts are in proportion, by largest remainder, and at
+    least 1.
+    """
+    if order == "uniform":
+        return np.bincount(_draws(seed, probabilities, total), minlength=len(probabilities)).tolist()
+    shares = np.array(probabilities) * total / sum(probabilities)
+    counts = np.maximum(np.floor(shares), 1).astype(int)
+    while (missing := total - counts.sum()) != 0:
+        block = np.argmax((shares - counts) * np.sign(missing) + np.where((missing < 0) & (counts == 1), -np.inf, 0))
+        counts[block] += np.sign(missing)
+    return counts.tolist()
+
+
+def _draws(seed: int, probabilities: list[float], total: int) -> np.ndarray:
+    edges = np.cumsum(probabilities) / sum(probabilities)
+    uniform = np.random.Generator(np.random.Philox(stream_seed(seed, "blocks"))).random(total)
+    return np.minimum(np.searchsorted(edges, uniform, side="right"), len(probabilities) - 1)
+
+
+def update_order(seed: int, order: str, probabilities: list[float], total: int) -> np.ndarray:
+    """Returns the block of each of `total` steps, (total,) int64.
+
+    Args:
+        order: `shuffled`: rounds in random order (with unequal probabilities, the k-th of n steps of a block falls at a random
+            time of the k-th n-th of the run); `sequential`: all steps of block 0, then of block 1 ...; `uniform`: independent
+            draws, as in the paper.
+    """
+    if order == "uniform":
+        return _draws(seed, probabilities, total)
+    counts = update_counts(seed, order, probabilities, total)
+    blocks = np.repeat(np.arange(len(counts)), counts)
+    if order == "sequential":
+        return blocks
+    times = [
+        (np.arange(count) + np.random.Generator(np.random.Philox(stream_seed(seed, "order of blocks", block))).random(count)) / count
+        for block, count in enumerate(counts)
+    ]
+    return blocks[np.argsort(np.concatenate(times), kind="stable")]
+
+
+def probabilities(config: Config, objective: EDMObjective) -> list[float]:
+    """Returns each block's share of the steps."""
+    if config.train.block_probability == "mass":
+        return objective.partition.masses(objective.distribution)
+    return [1 / objective.partition.num_blocks] * objective.partition.num_blocks
+
+
+def learning_rate(settings: TrainConfig, step: int, steps: int) -> float:
+    """Returns the rate of step `step` (from 0) of a block that makes `steps`: linear warm-up, then constant or cosine to 0."""
+    if step < settings.warmup_steps:
+        return settings.learning_rate * (step + 1) / settings.warmup_steps
+    if settings.schedule == "constant":
+        return settings.learning_rate
+    progress = (step - settings.warmup_steps) / max(steps - settings.warmup_steps, 1)
+    return settings.learning_rate * (1 + math.cos(math.pi * progress)) / 2
+
+
+def ema_decay(settings: TrainConfig, step: int) -> float:
+    """Returns EDM's EMA decay: half-life min(half_life, rampup * images seen), in images of this block's own steps."""
+    half_life = float(settings.ema_half_life)
+    if settings.ema_rampup is not None:
+        half_life = min(half_life, settings.ema_rampup * step * settings.batch_size)
+    return 0.5 ** (settings.batch_size / half_life) if half_life > 0 else 0.0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A part and its step
+
+
+def build_part(config: Config, block: int, device: torch.device) -> Part:
+    """Returns a block at its start, with gradients, EMA and optimizer of its own."""
+    module = build_backbone(config, block).to(device)
+    settings = config.train
+    optimizer = torch.optim.AdamW(
+        module.parameters(),
+        lr=settings.learning_rate,
+        betas=(settings.beta1, settings.beta2),
+        weight_decay=settings.weight_decay,
+        fused=True,
+    )
+    return Part(module, {name: value.detach().clone() for name, value in module.named_parameters()}, optimizer)
+
+
+def drop_labels(labels: Tensor, probability: float, null_label: int, seed: int, block: int, step: int, size: int, rows: slice) -> Tensor:
+    """Replaces each label by the null label with a probability, by a draw per sample of the whole batch."""
+    draws = torch.rand(size, generator=generator(seed, "label_dropout", block, step))[rows]
+    return labels.masked_fill((draws < probability).to(labels.device), null_label)
+
+
+def train_step(
+    config: Config, objective: EDMObjective, source: BatchSource, part: Part, forward: nn.Module, block: int, steps: int, hardware: Hardware
+) -> Tensor:
+    """One optimizer step of one block, and nothing else moves.
+
+    Args:
+        forward: the part's module, or its compiled form.
+        steps: that the block makes in all.
+
+    Returns:
+        The mean loss of the batch, on the device.
+    """
+    started = time.perf_counter()
+    settings, step, size = config.train, part.step, config.train.batch_size
+    micro = settings.micro_batch or size
+    total = torch.zeros((), device=hardware.device)
+    for start in range(0, size, micro):
+        rows = slice(start, min(start + micro, size))
+        x, labels = source.batch(block, step, size, rows)  # (n, C, H, W), (n,)
+        z, sigma = objective.draw(x, block, step, size, rows)  # (n, C, H, W), (n,)
+        condition = None
+        if config.data.num_classes > 0:
+            dropout = settings.label_dropout
+            condition = drop_labels(labels, dropout, config.data.num_classes, config.seed, block, step, size, rows)  # (n,)
+        loss = objective.loss(forward, x, z, sigma, condition, hardware.autocast()).sum() / size
+        loss.backward()
+        total += loss.detach()
+    if settings.clip_norm is not None:
+        nn.utils.clip_grad_norm_(part.module.parameters(), settings.clip_norm)
+    for group in part.optimizer.param_groups:
+        group["lr"] = learning_rate(settings, step, steps)
+    part.optimizer.step()
+    part.optimizer.zero_grad(set_to_none=True)
+    with torch.no_grad():
+        torch._foreach_lerp_(list(part.ema.values()), list(part.module.parameters()), 1 - ema_decay(settings, step))
+    part.step += 1
+    part.seconds += time.perf_counter() - started
+    return total
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The run
+
+
+class Metrics:
+    """metrics.jsonl: a row per block and interval with the mean loss since its last row. Reading a loss waits for the device, so
+    it happens here and nowhere else in the loop."""
+
+    def __init__(self, path: Path, steps: dict[int, int], on_row: Callable[[dict[str, Any]], None]) -> None:
+        """Cuts an existing file back to the checkpoint, whose parts have made these steps."""
+        self.path, self.on_row = path, on_row
+        self.pending: dict[int, list[Tensor]] = defaultdict(list)
+        rows = [row for row in read_metrics(path) if row["step"] <= steps.get(row["block"], 0)]
+        checkpoint.write_atomically(path, "".join(json.dumps(row) + "\n" for row in rows))
+
+    def add(self, block: int, loss: Tensor) -> None:
+        self.pending[block].append(loss)
+
+    def write(self, block: int, step: int, **values: float) -> float | None:
+        """Writes the row of a block's steps up to `step` and returns its loss; None where there is nothing new.
+
+        Raises:
+            NonFiniteLoss: names block and step.
+        """
+        losses = torch.stack(self.pending[block]).tolist() if self.pending[block] else []
+        self.pending[block].clear()
+        for index, loss in enumerate(losses):
+            if not math.isfinite(loss):
+                at = step - len(losses) + index + 1
+                raise NonFiniteLoss(f"the loss of block {block} is {loss} at its step {at}; the last good checkpoint is kept")
+        if not losses:
+            return None
+        row = {"block": block, "step": step, "loss": sum(losses) / len(losses), **values}
+        with open(self.path, "a") as file:
+            file.write(json.dumps(row) + "\n")
+        self.on_row(row)
+        return row["loss"]
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Returns the whole rows of a metrics.jsonl; a last line that was cut off is left out."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+@contextmanager
+def stop_signals() -> Iterator[list[int]]:
+    """Collects SIGTERM and SIGINT (Ctrl-C) instead of dying of them, so that a checkpoint can be written first."""
+    received: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield received  # signals reach the main thread alone
+        return
+    before = {number: signal.signal(number, lambda n, _: received.append(n)) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def describe(config: Config, data: ImageData, objective: EDMObjective, hardware: Hardware, versions: dict[str, Any]) -> dict[str, Any]:
+    """Returns what a checkpoint says of itself beside its parts: settings, data and machine; merge and resume compare these."""
+    return {
+        "identity": configuration.trained_identity(config),
+        "data": {"fingerprint": data.fingerprint, "scale": data.scale},
+        "machine": {
+            "precision": hardware.precision,
+            "device": hardware.device.type,
+            "threads": hardware.threads,
+            "compile": config.train.compile,
+            **{name: versions[name] for name in ("torch", "python", "cpu", "gpu")},
+        },
+        "partition": list(objective.partition.edges),
+    }
+
+
+def ema_model(config: Config, objective: EDMObjective, parts: dict[int, Part], scale: float, hardware: Hardware) -> Model:
+    """Returns a model of the parts' EMA weights as they are now."""
+    backbones = {}
+    for block, part in parts.items():
+        backbones[block] = build_backbone(config, block).to(hardware.device).eval()
+        backbones[block].load_state_dict(part.ema)
+    return Model(config, objective, backbones, scale, hardware.autocast)
+
+
+def train(
+    config: Config,
+    data: ImageData,
+    folder: Path,
+    hardware: Hardware,
+    versions: dict[str, Any],
+    draw_grid: Callable[[Model, Path], None],
+    on_row: Callable[[dict[str, Any]], None],
+) -> None:
+    """Trains the job's blocks to their last step, from the checkpoint in `folder` if there is one.
+
+    Args:
+        draw_grid: draws sample pictures of a whole model into a file, at intervals.
+        on_row: receives each row of metrics.jsonl.
+
+    Raises:
+        SettingError: the checkpoint is of something else.
+        NonFiniteLoss: a loss that is not finite.
+        SystemExit: after SIGTERM or Ctrl-C, when the checkpoint is written.
+    """
+    settings, objective = config.train, build_objective(config)
+    total = configuration.total_steps(config)
+    shares = probabilities(config, objective)
+    steps = update_counts(config.seed, settings.block_order, shares, total)
+    order = update_order(config.seed, settings.block_order, shares, total)
+    owned = configuration.owned_blocks(config)
+    description = describe(config, data, objective, hardware, versions)
+
+    run = checkpoint.read_run(folder)
+    if run is not None:
+        for warning in checkpoint.check_resume(folder, run, description):
+            tqdm.write(f"warning: {warning}")
+        if all(run["parts"][part_name(block)]["step"] == steps[block] for block in owned):
+            return
+    parts = {block: build_part(config, block, hardware.device) for block in owned}
+    if run is not None:
+        for block, part in parts.items():
+            checkpoint.restore(folder, run, part_name(block), part)
+            configuration.require(
+                part.step <= steps[block],
+                f"train.steps={settings.steps}: the checkpoint in {folder} has made {part.step} steps of block {block} already",
+            )
+    forwards = {block: torch.compile(part.module) if settings.compile else part.module for block, part in parts.items()}
+
+    source = BatchSource(data, hardware.device, seed=config.seed)
+    metrics = Metrics(folder / "metrics.jsonl", {block: part.step for block, part in parts.items()}, on_row)
+
+    def write_metrics(block: int) -> float | None:
+        step = parts[block].step
+        rate = learning_rate(settings, step - 1, steps[block])
+        return metrics.write(block, step, rate=rate, seconds=round(parts[block].seconds, 3))
+
+    def save() -> None:
+        for block in owned:
+            write_metrics(block)  # reads every loss: a checkpoint never holds what came after a bad one
+        checkpoint.save(folder, {part_name(block): part for block, part in parts.items()}, description)
+
+    # What is left to do: each block's steps from its own count on, whatever order earlier sessions followed.
+    seen: dict[int, int] = defaultdict(int)
+    todo = []
+    for block in order.tolist():
+        seen[block] += 1
+        if block in parts and seen[block] > parts[block].step:
+            todo.append(block)
+    done = sum(part.step for part in parts.values())
+    losses: dict[int, float] = {}
+    bar = tqdm(total=done + len(todo), initial=done, unit="step", desc="training", disable=not config.log.progress, mininterval=0.5)
+    with stop_signals() as stop, bar:
+        for index, block in enumerate(todo):
+            loss = train_step(config, objective, source, parts[block], forwards[block], block, steps[block], hardware)
+            if index + 1 < len(todo):
+                source.prefetch(todo[index + 1], parts[todo[index + 1]].step, settings.batch_size)
+            metrics.add(block, loss)
+            done += 1
+            bar.update()
+            if parts[block].step % settings.log_every == 0:
+                losses[block] = write_metrics(block)
+                bar.set_postfix_str(" ".join(f"{b}:{value:.3f}" for b, value in sorted(losses.items())))
+            if stop or done % settings.checkpoint_every == 0:
+                save()
+            if stop:
+                bar.close()
+                tqdm.write(f"stopped by signal {stop[0]} after {done} steps; the same command goes on from here")
+                raise SystemExit(128 + stop[0])
+            if settings.sample_every and done % settings.sample_every == 0 and len(parts) == objective.partition.num_blocks:
+                draw_grid(ema_model(config, objective, parts, data.scale, hardware), folder / "samples" / f"step_{done:09d}.png")
+        save()
+    plots.plot_training_loss(read_metrics(folder / "metrics.jsonl"), folder / "plots" / "loss.png")
