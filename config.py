@@ -190,16 +190,16 @@ class Config:
 
 
 # Hydra's schema nodes: (group, name, dataclass); a file of the group names its node in its defaults list.
-SCHEMAS = [("data", "images", DataConfig), ("model", "dit", ModelConfig), ("objective", "edm", ObjectiveConfig)]
+SCHEMAS = [("data", "images", DataConfig), ("model", "dit", ModelConfig), ("objective", "edm_levels", ObjectiveConfig)]
 
 MODES = ("run", "train", "sample", "evaluate", "merge")
 # depth, width, heads (DiT's table 1; `digits` is ours)
 SIZES = {"digits": (12, 64, 2), "S": (12, 384, 6), "B": (12, 768, 12), "L": (24, 1024, 16), "XL": (28, 1152, 16)}
 
 
-def one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+def one_of(name: str, value: Any, allowed: tuple[str | None, ...]) -> None:
     """Raises SettingError unless the value is one of those allowed."""
-    require(value in allowed, f"{name}={value} is not one of {', '.join(allowed)}")
+    require(value in allowed, f"{name}={value} is not one of {', '.join('null' if item is None else item for item in allowed)}")
 
 
 def at_least(name: str, value: float, low: float) -> None:

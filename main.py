@@ -10,7 +10,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 import config as configuration
-import runs
+import pipeline
 from config import SCHEMAS, Config, SettingError
 from train import NonFiniteLoss
 
@@ -20,14 +20,14 @@ for group, name, node in SCHEMAS:
     store.store(name, node, group)
 
 
-@hydra.main(config_path="configs", config_name="config", version_base="1.3")
+@hydra.main(config_path=str(Path(__file__).resolve().parent / "configs"), config_name="config", version_base="1.3")
 def main(composed: DictConfig) -> None:
     """Runs one configuration: one line and a non-zero exit where a setting cannot work."""
     try:
         OmegaConf.resolve(composed)
         missing = OmegaConf.missing_keys(composed)
         configuration.require(not missing, f"{', '.join(sorted(missing))} must be set")
-        runs.run(configuration.resolve(OmegaConf.to_object(composed)))
+        pipeline.run(configuration.resolve(OmegaConf.to_object(composed)))
     except (SettingError, NonFiniteLoss) as error:
         if HydraConfig.get().mode == RunMode.MULTIRUN:
             raise  # the sweep goes on with its other runs
