@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -45,6 +46,8 @@ NO_LABELS = "none"  # as label_column: the set has no labels
 TEST_SPELLINGS = ("test", "val", "validation", "valid")  # what test_split=test may be called
 FASHION_FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 FASHION_DEBIAN = Path("/usr/share/datasets/fashion-mnist")  # where Debian's dataset-fashion-mnist puts them
+CIFAR_BINARY = {"cifar10": ("data_batch_*.bin", "test_batch.bin"), "cifar100": ("train.bin", "test.bin")}  # train, test
+CIFAR_PICKLE = {"cifar10": ("data_batch_?", "test_batch"), "cifar100": ("train", "test")}
 GRAY_MODES = {"1", "L", "LA"}
 COLOUR_MODES = {"RGB", "RGBA", "RGBX", "P", "PA", "CMYK", "YCbCr"}
 CACHE_FORMAT = 1  # part of the cache's key: raise it when the same source would decode to other arrays
@@ -192,15 +195,29 @@ def step_indices(seed: int, block: int, step: int, batch_size: int, count: int) 
     """
     start = step * batch_size
     stop = start + batch_size
-    epochs = range(start // count, (stop - 1) // count + 1)
-    order = np.concatenate([_permutation(seed, block, epoch, count) for epoch in epochs])
-    first = start - epochs[0] * count
-    return order[first : first + batch_size]
+    return np.concatenate(
+        [
+            _permutation(seed, block, epoch, count)[max(start - epoch * count, 0) : stop - epoch * count]
+            for epoch in range(start // count, (stop - 1) // count + 1)
+        ]
+    )
 
 
 def step_flips(seed: int, block: int, step: int, batch_size: int) -> np.ndarray:
     """Returns which images of a step are mirrored, bool (batch_size,), each with probability 1/2."""
     return torch.randint(2, (batch_size,), generator=generator(seed, "flip", block, step)).bool().numpy()
+
+
+class Source(Protocol):
+    """What the training loop asks of data."""
+
+    def batch(self, block: int, step: int, batch_size: int, rows: slice = slice(None)) -> tuple[Tensor, ...]:
+        """Returns the rows of a step's batch, on the device."""
+        ...
+
+    def prefetch(self, block: int, step: int, batch_size: int) -> None:
+        """Announces the step that comes next."""
+        ...
 
 
 class BatchSource:
@@ -368,7 +385,7 @@ def _layout(name: str, path: str | None, cache: Path) -> tuple[str, str]:
         return "arrow", str(_find_file(folder, "dataset_dict.json").parent)
     if name == "hub":
         return "table", str(folder)
-    for layout, files in (("cifar_binary", _CIFAR_BINARY[name]), ("cifar_pickle", _CIFAR_PICKLE[name])):
+    for layout, files in (("cifar_binary", CIFAR_BINARY[name]), ("cifar_pickle", CIFAR_PICKLE[name])):
         if (found := _find_file(folder, files[1])) is not None:
             if not list(found.parent.glob(files[0])):
                 raise SettingError(f"data.path={path} holds {files[1]} but no {files[0]}: complete it")
@@ -376,13 +393,9 @@ def _layout(name: str, path: str | None, cache: Path) -> tuple[str, str]:
     if any(folder.rglob("*.parquet")):
         return "table", str(folder)
     raise SettingError(
-        f"data.path={path} holds {name} in no known layout: Parquet, a save_to_disk folder, {_CIFAR_BINARY[name][1]} or the "
-        f"Python archive's {_CIFAR_PICKLE[name][1]}"
+        f"data.path={path} holds {name} in no known layout: Parquet, a save_to_disk folder, {CIFAR_BINARY[name][1]} or the "
+        f"Python archive's {CIFAR_PICKLE[name][1]}"
     )
-
-
-_CIFAR_BINARY = {"cifar10": ("data_batch_*.bin", "test_batch.bin"), "cifar100": ("train.bin", "test.bin")}
-_CIFAR_PICKLE = {"cifar10": ("data_batch_?", "test_batch"), "cifar100": ("train", "test")}
 
 
 def _find_file(folder: Path, name: str) -> Path | None:
@@ -465,8 +478,9 @@ def _check_hub(source: _Source) -> None:
         ) from error
     except Exception as error:  # the client's network errors share no public base class
         raise SettingError(
-            f"data.name={source.name}: Hugging Face cannot be reached for {source.location} ({type(error).__name__}): set "
-            "data.path to a local folder, or HF_HUB_OFFLINE=1 if the set is in Hugging Face's own cache"
+            f"data.name={source.name}: {source.location} is not a folder here, and Hugging Face, which may have a set of that "
+            f"name, cannot be reached ({type(error).__name__}): set data.path to a local folder, or HF_HUB_OFFLINE=1 if the set "
+            "is in Hugging Face's own cache"
         ) from error
 
 
@@ -571,7 +585,7 @@ def _read_cifar_binary(source: _Source, scratch: Path) -> _Raw:
     """CIFAR's binary layout: rows of 1 label byte (CIFAR-100: coarse, then fine) and 3,072 pixels, channel by channel."""
     label_bytes = 1 if source.name == "cifar10" else 2
     splits = {}
-    for split, pattern in zip(("train", "test"), _CIFAR_BINARY[source.name], strict=True):
+    for split, pattern in zip(("train", "test"), CIFAR_BINARY[source.name], strict=True):
         files = sorted(Path(source.location).glob(pattern))
         content = np.concatenate([np.fromfile(file, np.uint8) for file in files])
         if content.size % (label_bytes + 3072):
@@ -606,7 +620,7 @@ def _read_cifar_pickle(source: _Source, scratch: Path) -> _Raw:
     """CIFAR's Python archive, without running anything that is in it."""
     label_key = "labels" if source.name == "cifar10" else "fine_labels"
     splits = {}
-    for split, pattern in zip(("train", "test"), _CIFAR_PICKLE[source.name], strict=True):
+    for split, pattern in zip(("train", "test"), CIFAR_PICKLE[source.name], strict=True):
         images, labels = [], []
         for path in sorted(Path(source.location).glob(pattern)):
             try:
@@ -682,8 +696,10 @@ def _read_table(source: _Source, scratch: Path) -> _Raw:
     return _Raw(splits, num_classes)
 
 
-def _open_image(cell: dict) -> Image.Image:
+def _open_image(cell: dict | None) -> Image.Image:
     """Opens one cell of an undecoded image column: the file's bytes, or where it lies."""
+    if cell is None or cell == {"bytes": None, "path": None}:
+        raise ValueError("there is none in this row")
     return Image.open(cell["path"] if cell["bytes"] is None else io.BytesIO(cell["bytes"]))
 
 
@@ -724,11 +740,16 @@ def _entry(source: _Source, cache: Path) -> Path:
     """Returns the cache folder that belongs to a source: its name changes with whatever identifies the data."""
     files = []
     if os.path.isdir(source.location):
-        for folder, _, names in os.walk(source.location):
-            for path in (Path(folder, name) for name in names):
-                if not path.is_relative_to(cache.absolute()):  # a cache inside the data must not change what it is named by
-                    stat = path.stat()
-                    files.append((str(path.relative_to(source.location)), stat.st_size, stat.st_mtime_ns))
+        for folder, _, names in os.walk(source.location, followlinks=True):
+            if Path(folder).is_relative_to(cache.absolute()):  # a cache inside the data must not change what it is named by
+                continue
+            for name in names:
+                path = os.path.join(folder, name)
+                try:
+                    stat = os.stat(path)
+                except OSError as error:
+                    raise SettingError(f"data.path: {path} cannot be read ({error.strerror}): correct or remove it") from error
+                files.append((os.path.relpath(path, source.location), stat.st_size, stat.st_mtime_ns))
     identity = json.dumps([CACHE_FORMAT, asdict(source), sorted(files)], sort_keys=True)
     return cache / f"{source.name}_{source.size}_{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
 

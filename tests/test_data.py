@@ -355,6 +355,18 @@ def test_other_sizes_are_cropped_at_the_centre_and_resized(tmp_path):
     assert (centre[:, :, 2:-2] == np.array([255, 128, 0]).reshape(3, 1, 1)).all()
 
 
+def test_photographs_are_turned_upright(tmp_path):
+    half = np.zeros((32, 32, 3), np.uint8)
+    half[:16] = 200  # bright above
+    exif = Image.Exif()
+    exif[0x0112] = 3  # upside down
+    for split in ("train", "test"):
+        (tmp_path / "set" / split / "a").mkdir(parents=True)
+        Image.fromarray(half).save(tmp_path / "set" / split / "a" / "0.png", exif=exif)
+    found = load_images(**settings(tmp_path / "cache", "image_folder", path=tmp_path / "set"))
+    np.testing.assert_array_equal(found.train.images[0].transpose(1, 2, 0), half[::-1])
+
+
 # ------------------------------------------------------------------------------------------------------------------------- cache
 
 
@@ -397,28 +409,36 @@ def test_a_broken_cache_is_decoded_again(tmp_path, harm):
     assert json.loads((entry / "info.json").read_text())["counts"] == [1437, 360]
 
 
-def _load_at_once(chosen: dict, barrier, fingerprints) -> None:
+def _load_at_once(rounds: list[dict], barrier, fingerprints) -> None:
     decode = data._decode
 
     def together(*arguments):
-        barrier.wait()  # both found nothing before either has written
+        barrier.wait()  # both looked before either has written
         decode(*arguments)
 
     data._decode = together
-    fingerprints.put(load_images(**chosen).fingerprint)
+    for chosen in rounds:
+        fingerprints.put(load_images(**chosen).fingerprint)
 
 
-def test_processes_that_decode_at_once_both_succeed(tmp_path, digits):
+def test_processes_that_decode_at_once_both_succeed(tmp_path, digits, monkeypatch):
+    """This process and another, first into an empty cache, then into one that holds a broken entry."""
+    rounds = [settings(tmp_path / cache, "digits") for cache in ("empty", "broken")]
+    load_images(**rounds[1])
+    (entry,) = (tmp_path / "broken").iterdir()
+    (entry / "train_images.npy").write_bytes(b"")
     context = multiprocessing.get_context("spawn")
     barrier, fingerprints = context.Barrier(2, timeout=60), context.Queue()
-    chosen = settings(tmp_path / "cache", "digits")
-    workers = [context.Process(target=_load_at_once, args=(chosen, barrier, fingerprints)) for _ in range(2)]
-    for worker in workers:
-        worker.start()
-    assert [fingerprints.get(timeout=60) for _ in workers] == [digits.fingerprint] * 2
-    for worker in workers:
-        worker.join()
-    assert len(list((tmp_path / "cache").iterdir())) == 1
+    other = context.Process(target=_load_at_once, args=(rounds, barrier, fingerprints))
+    other.start()
+    monkeypatch.setattr(data, "_decode", data._decode)  # so that it is put back
+    _load_at_once(rounds, barrier, fingerprints)
+    assert [fingerprints.get(timeout=60) for _ in range(4)] == [digits.fingerprint] * 4
+    other.join()
+    assert other.exitcode == 0
+    assert len(list((tmp_path / "empty").iterdir())) == 1
+    assert list((tmp_path / "broken").iterdir()) == [entry]
+    assert (entry / "train_images.npy").stat().st_size > 1437 * 64
 
 
 # -------------------------------------------------------------------------------------------------------------- what goes wrong
@@ -483,6 +503,23 @@ def test_images_of_another_size_in_a_fixed_set(tmp_path):
         load_images(**settings(tmp_path / "cache", "cifar10", path=folder))
 
 
+def test_images_that_are_missing_or_of_16_bits(tmp_path):
+    rows = table(made())
+    gap = datasets.Dataset.from_dict({"img": [None], "label": [0]}, features=rows["train"].features)
+    datasets.DatasetDict({"train": rows["train"], "test": gap}).save_to_disk(tmp_path / "gap")
+    with pytest.raises(SettingError, match="image 0 of the test split .*there is none in this row"):
+        load_images(**settings(tmp_path / "cache", "hub", path=tmp_path / "gap"))
+    folder = write_folders(tmp_path / "set", made(channels=1))
+    deep = folder / "test" / "class_004" / "0004.png"
+    Image.fromarray(np.full((32, 32), 40_000, np.uint16)).save(deep)
+    with pytest.raises(SettingError, match="image 4 of the test split .*its mode is I;16"):
+        load_images(**settings(tmp_path / "cache", "image_folder", path=folder))
+    deep.unlink()
+    deep.symlink_to(tmp_path / "nowhere.png")
+    with pytest.raises(SettingError, match="0004.png cannot be read"):
+        load_images(**settings(tmp_path / "cache", "image_folder", path=folder))
+
+
 def test_broken_files(tmp_path):
     folder = write_binary(tmp_path / "set", made())
     (folder / "test_batch.bin").write_bytes(b"123")
@@ -545,7 +582,7 @@ def test_without_network_one_sentence_says_what_to_do(tmp_path, monkeypatch):
 
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", unreachable)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    with pytest.raises(SettingError, match="Hugging Face cannot be reached .*data.path to a local folder"):
+    with pytest.raises(SettingError, match="Hugging Face.* cannot be reached .*data.path to a local folder"):
         check_images(**settings(tmp_path / "cache", "cifar10"))
     monkeypatch.setattr(data, "FASHION_DEBIAN", tmp_path / "not_installed")
     monkeypatch.setattr(torchvision.datasets.mnist, "download_and_extract_archive", unreachable)
