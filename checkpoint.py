@@ -27,7 +27,7 @@ from torch import Tensor, nn
 import config as configuration
 from config import SettingError, require
 from hardware import set_up
-from model import Model, build_backbone, build_objective
+from model import Model, build_model, build_module, part_name
 
 FORMAT = 1
 SEPARATOR = "/"  # raw/<parameter>, ema/<parameter>
@@ -48,11 +48,6 @@ class Part:
     optimizer: torch.optim.Optimizer
     step: int = 0
     seconds: float = 0.0
-
-
-def part_name(block: int) -> str:
-    """Returns the name of a block's part."""
-    return f"block_{block}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -193,9 +188,10 @@ def load_weights(folder: Path, run: dict[str, Any], name: str, weights: str) -> 
     Args:
         weights: `raw` or `ema`.
     """
+    prefix = weights + SEPARATOR
     with safe_open(part_file(folder, run, name, "weights"), "pt") as file:
-        prefix = weights + SEPARATOR
-        return {key.removeprefix(prefix): file.get_tensor(key) for key in file.keys() if key.startswith(prefix)}
+        keys = [key for key in list(file.keys()) if key.startswith(prefix)]
+        return {key.removeprefix(prefix): file.get_tensor(key) for key in keys}
 
 
 def restore(folder: Path, run: dict[str, Any], name: str, part: Part) -> None:
@@ -222,15 +218,13 @@ def load_model(folder: str | Path, weights: str = "ema", device: str = "auto", b
     require(run is not None, f"{folder} holds no checkpoint: train first, or give the folder of a run")
     config = configuration.load_config(folder / "config.yaml")
     hardware = set_up(device, run["machine"]["precision"], None)
-    if blocks is None:
-        blocks = [int(name.removeprefix("block_")) for name in run["parts"]]
-    backbones = {}
-    for block in blocks:
-        tensors = load_weights(folder, run, part_name(block), weights)
-        backbones[block] = build_backbone(config, block).eval()
-        backbones[block].load_state_dict(tensors)
-        backbones[block].to(hardware.device)
-    return Model(config, build_objective(config), backbones, run["data"]["scale"], hardware.autocast)
+    modules = {}
+    for name in run["parts"] if blocks is None else map(part_name, blocks):
+        tensors = load_weights(folder, run, name, weights)
+        modules[name] = build_module(config, name).eval()
+        modules[name].load_state_dict(tensors, strict=weights == "raw")  # buffers are not averaged
+        modules[name].to(hardware.device)
+    return build_model(config, modules, run["data"]["scale"], hardware)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -334,6 +328,6 @@ def merge(folders: list[Path], target: Path, identity: dict[str, Any], blocks: l
             files[kind] = described(temporary / source.name)
         entries[name] = {**runs[folder]["parts"][name], "files": files}
     first = runs[folders[0]]
-    description = {"identity": identity, "data": first["data"], "machine": first["machine"], "merged_from": list(map(str, folders))}
-    commit_generation(target, temporary, {**description, "parts": entries})
+    origin = {"data": first["data"], "machine": first["machine"], "merged_from": [str(folder) for folder in folders]}
+    commit_generation(target, temporary, {"identity": identity, **origin, "parts": entries})
     return read_run(target)

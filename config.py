@@ -73,8 +73,11 @@ class ObjectiveConfig:
 
 @dataclass
 class MethodConfig:
-    """How the model is trained: diffusion_blocks, end_to_end (one block), shallow (the control: one network of a block's depth
-    over all levels, trained num_blocks times longer)."""
+    """How the model is trained.
+
+    diffusion_blocks; end_to_end (one block); shallow (the control: one network of a block's depth over all levels, trained
+    num_blocks times longer).
+    """
 
     name: str = REQUIRED
 

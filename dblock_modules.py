@@ -97,7 +97,7 @@ class Partition:
     def __post_init__(self) -> None:
         gaps = [below < above * (1 - 2 * EDGE_TOLERANCE) for above, below in zip(self.edges[:-1], self.edges[1:], strict=True)]
         if len(self.edges) < 2 or not all(gaps) or self.edges[-1] < 0:
-            raise ValueError(f"a partition needs at least two edges that strictly decrease and are not negative, got {self.edges}")
+            raise ValueError(f"edges must strictly decrease, not be negative and number two at least, got {self.edges}")
 
     @property
     def num_blocks(self) -> int:

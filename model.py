@@ -6,6 +6,7 @@ EDM: Karras et al., arXiv 2206.00364. DiffusionBlocks: arXiv 2506.14202, section
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +14,41 @@ from torch import Tensor, nn
 import config as configuration
 from config import Config
 from dblock_modules import LevelDistribution, Partition, edm_weight, precondition, sample_interval, widen_log
+from hardware import Hardware
 from randomness import generator, stream_seed
 from vit import DiT
 
 Backbone = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+Batch = tuple[Tensor, ...]
+Autocast = AbstractContextManager | None  # the context in which a backbone runs; None: as it is
+
+
+class Draw(NamedTuple):
+    """What names everything that is drawn for some rows of one step of one block.
+
+    The whole batch is drawn, then the rows are taken, so that micro-batches and processes see the same numbers.
+    """
+
+    block: int
+    step: int  # the block's own count, from 0
+    batch_size: int
+    rows: slice
+
+
+class Objective(Protocol):
+    """What one kind of model noises, predicts and scores; what the training loop asks."""
+
+    distribution: LevelDistribution
+    partition: Partition
+
+    def training_loss(self, modules: Mapping[str, nn.Module], batch: Batch, draw: Draw, autocast: Autocast) -> Tensor:
+        """Returns the loss per sample, (n,) float32, of the block that is drawn: that one is trained, whatever the levels.
+
+        Args:
+            modules: by part name.
+            batch: the draw's rows, as the data give them.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -28,6 +60,8 @@ class EDMObjective:
         partition: which block owns which levels.
         overlap: the exponent gamma by which a block's training interval is widened.
         sigma_data: standard deviation of the data in model units.
+        null_label: the label of no label; 0 for a model without labels.
+        label_dropout: share of samples that are trained without their label.
         seed: of all draws.
     """
 
@@ -35,33 +69,45 @@ class EDMObjective:
     partition: Partition
     overlap: float
     sigma_data: float
+    null_label: int
+    label_dropout: float
     seed: int
 
     def interval(self, block: int) -> tuple[float, float]:
         """Returns (low, high) of the levels that a block is trained on, overlap included."""
         return widen_log(*self.partition.interval(block), self.overlap, self.distribution.minimum, self.distribution.maximum)
 
-    def draw(self, x: Tensor, block: int, step: int, batch_size: int, rows: slice) -> tuple[Tensor, Tensor]:
-        """Noises clean samples for one step of a block.
-
-        The whole batch's levels and noise are drawn, then the rows are taken, so that micro-batches and processes see the
-        same numbers as one process.
+    def add_noise(self, x: Tensor, draw: Draw) -> tuple[Tensor, Tensor]:
+        """Noises clean samples at levels of the block's training interval.
 
         Args:
-            x: (n, ...) clean samples, the `rows` of a batch of batch_size.
+            x: (n, ...) the draw's rows.
 
         Returns:
             z: (n, ...) noisy samples; sigma: (n,) float64.
         """
-        device = x.device
+        key = (draw.block, draw.step)
         uniform = torch.rand(
-            batch_size, dtype=torch.float64, device=device, generator=generator(self.seed, "sigma", block, step, device=device)
+            draw.batch_size, dtype=torch.float64, device=x.device, generator=generator(self.seed, "sigma", *key, device=x.device)
         )
         noise = torch.randn(
-            (batch_size, *x.shape[1:]), device=device, generator=generator(self.seed, "noise", block, step, device=device)
+            (draw.batch_size, *x.shape[1:]), device=x.device, generator=generator(self.seed, "noise", *key, device=x.device)
         )
-        sigma = sample_interval(self.distribution, *self.interval(block), uniform[rows])
-        return x + expand(sigma.float(), x) * noise[rows], sigma
+        sigma = sample_interval(self.distribution, *self.interval(draw.block), uniform[draw.rows])
+        return x + expand(sigma.float(), x) * noise[draw.rows], sigma
+
+    def drop_labels(self, labels: Tensor, draw: Draw) -> Tensor | None:
+        """Returns the condition: labels (n,), a share of them replaced by the null label, by a draw per sample."""
+        if self.null_label == 0:
+            return None
+        uniform = torch.rand(draw.batch_size, generator=generator(self.seed, "label_dropout", draw.block, draw.step))
+        return labels.masked_fill((uniform[draw.rows] < self.label_dropout).to(labels.device), self.null_label)
+
+    def training_loss(self, modules: Mapping[str, nn.Module], batch: Batch, draw: Draw, autocast: Autocast) -> Tensor:
+        """Returns the loss per sample of a batch of images (n, C, H, W) and labels (n,); see Objective."""
+        x, labels = batch
+        z, sigma = self.add_noise(x, draw)
+        return self.loss(modules[part_name(draw.block)], x, z, sigma, self.drop_labels(labels, draw), autocast)
 
     def denoise(
         self,
@@ -69,7 +115,7 @@ class EDMObjective:
         z: Tensor,
         sigma: Tensor,
         condition: Tensor | None,
-        autocast: AbstractContextManager | None = None,
+        autocast: Autocast = None,
     ) -> Tensor:
         """Returns D(z; sigma) = c_skip z + c_out F(c_in z; c_noise), (N, ...) float32 (EDM equation 7).
 
@@ -89,7 +135,7 @@ class EDMObjective:
         z: Tensor,
         sigma: Tensor,
         condition: Tensor | None,
-        autocast: AbstractContextManager | None = None,
+        autocast: Autocast = None,
     ) -> Tensor:
         """Returns the weighted squared error per sample, mean over its dimensions: (N,) float32."""
         error = (self.denoise(backbone, z, sigma, condition, autocast) - x).square().flatten(1).mean(1)  # (N,)
@@ -180,16 +226,26 @@ class Model:
         return RoutedDenoiser(self.objective, self.backbones, labels, scales, num_classes, self.autocast)
 
 
-def build_backbone(config: Config, block: int) -> nn.Module:
-    """Returns the backbone of one block on the CPU, initialised from the stream (seed, "init", block) whatever else exists."""
+def part_name(block: int) -> str:
+    """Returns the name of a block's part."""
+    return f"block_{block}"
+
+
+def trained_parts(config: Config, block: int) -> list[str]:
+    """Returns the parts that a step of a block trains, its own first."""
+    return [part_name(block)]
+
+
+def build_module(config: Config, name: str) -> nn.Module:
+    """Returns a part's module on the CPU, initialised from the stream (seed, "init/<part>") whatever else exists."""
     model, data = config.model, config.data
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(stream_seed(config.seed, "init", block))
+        torch.manual_seed(stream_seed(config.seed, f"init/{name}"))
         return DiT(
             channels=data.channels,
             size=data.size,
             patch_size=model.patch_size,
-            depth=configuration.layer_split(config)[block],
+            depth=configuration.layer_split(config)[int(name.removeprefix("block_"))],
             width=model.width,
             heads=model.heads,
             num_classes=data.num_classes,
@@ -203,5 +259,17 @@ def build_objective(config: Config) -> EDMObjective:
         configuration.partition(config),
         config.partition.overlap,
         config.objective.sigma_data,
+        config.data.num_classes,
+        config.train.label_dropout,
         config.seed,
     )
+
+
+def build_model(config: Config, modules: Mapping[str, nn.Module], scale: float, hardware: Hardware) -> Model:
+    """Returns a model to sample and score from, of parts' modules by name.
+
+    Args:
+        scale: model units per unit of pixels in [-1, 1].
+    """
+    backbones = {int(name.removeprefix("block_")): module for name, module in modules.items()}
+    return Model(config, build_objective(config), backbones, scale, hardware.autocast)

@@ -7,21 +7,21 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import evaluation
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import checkpoint
 import config as configuration
 import data as data_sets
-import evaluation
 import hardware as machine
 import plots
 import sampler
 import train as training
 from config import Config, SettingError, require
-from data import ImageData
+from data import BatchSource, ImageData
 from hardware import Hardware
-from model import Model
+from model import Model, build_model, build_objective
 
 GRID_IMAGES = 40  # of the pictures that are drawn during training
 
@@ -42,7 +42,8 @@ def run(config: Config) -> Path:
         data = load_data(config)
         if config.mode in ("run", "train"):
             configuration.save_config(config, folder / "config.yaml")
-            print(f"{folder}: {hardware.precision} on {hardware.device}, {hardware.threads} threads, data scaled by {data.scale:.4f}")
+            where = f"{hardware.precision} on {hardware.device}, {hardware.threads} threads"
+            print(f"{folder}: {where}, data scaled by {data.scale:.4f}")
             with reporter(config, folder) as report:
                 train(config, data, folder, hardware, report)
         if config.mode in ("run", "sample", "evaluate"):
@@ -50,7 +51,7 @@ def run(config: Config) -> Path:
             model = checkpoint.load_model(folder, config.sampler.weights, str(hardware.device))
             missing = sorted(set(range(model.objective.partition.num_blocks)) - set(model.backbones))
             if missing and config.mode == "run":
-                print(f"trained {', '.join(run_file['parts'])}; join it with the other blocks by mode=merge, then sample and score")
+                print(f"trained {', '.join(run_file['parts'])}; mode=merge joins it with the other blocks")
                 return folder
             require(not missing, f"{folder} lacks block {missing}: join the blocks' runs by mode=merge first")
             if config.mode == "sample":
@@ -135,15 +136,18 @@ def train(config: Config, data: ImageData, folder: Path, hardware: Hardware, rep
     """Trains the job's blocks and draws the partition."""
     preview = dataclasses.replace(config.sampler, num_images=GRID_IMAGES)
 
-    def draw_grid(model: Model, path: Path) -> None:
+    def draw_grid(modules: dict[str, nn.Module], path: Path) -> None:
         path.parent.mkdir(exist_ok=True)
+        model = build_model(config, modules, data.scale, hardware)
         plots.image_grid(sampler.sample_images(model, preview)[0], path, columns=10)
 
     (folder / "plots").mkdir(exist_ok=True)
-    objective = training.build_objective(config)
+    objective = build_objective(config)
     intervals = [objective.interval(block) for block in range(objective.partition.num_blocks)]
     plots.plot_partition(objective.distribution, objective.partition.edges, intervals, folder / "plots" / "partition.png")
-    training.train(config, data, folder, hardware, evaluation.environment(), draw_grid, report)
+    source = BatchSource(data, hardware.device, seed=config.seed)
+    description = training.describe(config, data.fingerprint, data.scale, hardware, evaluation.environment())
+    training.train(config, objective, source, folder, hardware, description, draw_grid, report)
 
 
 def merge(config: Config, folder: Path) -> None:
@@ -242,7 +246,7 @@ def heldout_result(config: Config, data: ImageData, model: Model, folder: Path) 
 
 def likelihood_result(config: Config, data: ImageData, model: Model) -> dict[str, Any]:
     """Log-likelihood of held-out images by the probability-flow ODE."""
-    settings, objective = config.eval, model.objective
+    settings = config.eval
     x, labels = heldout(config, data, settings.likelihood_images)
     x, labels = x.to(model.device), None if labels is None else labels.to(model.device)
     schedule = sampler.model_schedule(model, dataclasses.replace(config.sampler, steps=settings.likelihood_steps))[::-1].copy()

@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,12 +23,12 @@ from tqdm import tqdm
 import checkpoint
 import config as configuration
 import plots
-from checkpoint import Part, part_name
+from checkpoint import Part
 from config import Config, TrainConfig
-from data import BatchSource, ImageData
+from data import Source
 from hardware import Hardware
-from model import EDMObjective, Model, build_backbone, build_objective
-from randomness import generator, stream_seed
+from model import Draw, Objective, build_module, part_name, trained_parts
+from randomness import stream_seed
 
 
 class NonFiniteLoss(RuntimeError):
@@ -75,16 +75,16 @@ def update_order(seed: int, order: str, probabilities: list[float], total: int) 
     blocks = np.repeat(np.arange(len(counts)), counts)
     if order == "sequential":
         return blocks
-    times = [
-        (np.arange(count) + np.random.Generator(np.random.Philox(stream_seed(seed, "order of blocks", block))).random(count)) / count
-        for block, count in enumerate(counts)
-    ]
+    times = []
+    for block, count in enumerate(counts):
+        uniform = np.random.Generator(np.random.Philox(stream_seed(seed, "block_order", block))).random(count)
+        times.append((np.arange(count) + uniform) / count)
     return blocks[np.argsort(np.concatenate(times), kind="stable")]
 
 
-def probabilities(config: Config, objective: EDMObjective) -> list[float]:
-    """Returns each block's share of the steps."""
-    if config.train.block_probability == "mass":
+def block_shares(settings: TrainConfig, objective: Objective) -> list[float]:
+    """Returns each block's share of the steps: equal, or in proportion to its mass under the training distribution."""
+    if settings.block_probability == "mass":
         return objective.partition.masses(objective.distribution)
     return [1 / objective.partition.num_blocks] * objective.partition.num_blocks
 
@@ -111,9 +111,9 @@ def ema_decay(settings: TrainConfig, step: int) -> float:
 # A part and its step
 
 
-def build_part(config: Config, block: int, device: torch.device) -> Part:
-    """Returns a block at its start, with gradients, EMA and optimizer of its own."""
-    module = build_backbone(config, block).to(device)
+def build_part(config: Config, name: str, device: torch.device) -> Part:
+    """Returns a part at its start, with gradients, EMA and optimizer of its own."""
+    module = build_module(config, name).to(device)
     settings = config.train
     optimizer = torch.optim.AdamW(
         module.parameters(),
@@ -125,49 +125,47 @@ def build_part(config: Config, block: int, device: torch.device) -> Part:
     return Part(module, {name: value.detach().clone() for name, value in module.named_parameters()}, optimizer)
 
 
-def drop_labels(labels: Tensor, probability: float, null_label: int, seed: int, block: int, step: int, size: int, rows: slice) -> Tensor:
-    """Replaces each label by the null label with a probability, by a draw per sample of the whole batch."""
-    draws = torch.rand(size, generator=generator(seed, "label_dropout", block, step))[rows]
-    return labels.masked_fill((draws < probability).to(labels.device), null_label)
-
-
 def train_step(
-    config: Config, objective: EDMObjective, source: BatchSource, part: Part, forward: nn.Module, block: int, steps: int, hardware: Hardware
+    settings: TrainConfig,
+    objective: Objective,
+    source: Source,
+    modules: Mapping[str, nn.Module],
+    trained: Sequence[Part],
+    block: int,
+    steps: int,
+    hardware: Hardware,
 ) -> Tensor:
-    """One optimizer step of one block, and nothing else moves.
+    """One optimizer step of one block; nothing but the parts that it trains moves.
 
     Args:
-        forward: the part's module, or its compiled form.
+        modules: every part's module by name, or its compiled form.
+        trained: the parts that this block's steps train, its own first: that one's count names what is drawn.
         steps: that the block makes in all.
 
     Returns:
         The mean loss of the batch, on the device.
     """
     started = time.perf_counter()
-    settings, step, size = config.train, part.step, config.train.batch_size
+    step, size = trained[0].step, settings.batch_size
     micro = settings.micro_batch or size
     total = torch.zeros((), device=hardware.device)
     for start in range(0, size, micro):
-        rows = slice(start, min(start + micro, size))
-        x, labels = source.batch(block, step, size, rows)  # (n, C, H, W), (n,)
-        z, sigma = objective.draw(x, block, step, size, rows)  # (n, C, H, W), (n,)
-        condition = None
-        if config.data.num_classes > 0:
-            dropout = settings.label_dropout
-            condition = drop_labels(labels, dropout, config.data.num_classes, config.seed, block, step, size, rows)  # (n,)
-        loss = objective.loss(forward, x, z, sigma, condition, hardware.autocast()).sum() / size
+        draw = Draw(block, step, size, slice(start, min(start + micro, size)))
+        batch = source.batch(draw.block, draw.step, draw.batch_size, draw.rows)
+        loss = objective.training_loss(modules, batch, draw, hardware.autocast()).sum() / size
         loss.backward()
         total += loss.detach()
-    if settings.clip_norm is not None:
-        nn.utils.clip_grad_norm_(part.module.parameters(), settings.clip_norm)
-    for group in part.optimizer.param_groups:
-        group["lr"] = learning_rate(settings, step, steps)
-    part.optimizer.step()
-    part.optimizer.zero_grad(set_to_none=True)
-    with torch.no_grad():
-        torch._foreach_lerp_(list(part.ema.values()), list(part.module.parameters()), 1 - ema_decay(settings, step))
-    part.step += 1
-    part.seconds += time.perf_counter() - started
+    for part in trained:
+        if settings.clip_norm is not None:
+            nn.utils.clip_grad_norm_(part.module.parameters(), settings.clip_norm)
+        for group in part.optimizer.param_groups:
+            group["lr"] = learning_rate(settings, step, steps)
+        part.optimizer.step()
+        part.optimizer.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            torch._foreach_lerp_(list(part.ema.values()), list(part.module.parameters()), 1 - ema_decay(settings, part.step))
+        part.step += 1
+    trained[0].seconds += time.perf_counter() - started
     return total
 
 
@@ -176,8 +174,10 @@ def train_step(
 
 
 class Metrics:
-    """metrics.jsonl: a row per block and interval with the mean loss since its last row. Reading a loss waits for the device, so
-    it happens here and nowhere else in the loop."""
+    """metrics.jsonl: a row per block and interval, with the mean loss since its last row.
+
+    Reading a loss waits for the device, so it happens here and nowhere else in the loop.
+    """
 
     def __init__(self, path: Path, steps: dict[int, int], on_row: Callable[[dict[str, Any]], None]) -> None:
         """Cuts an existing file back to the checkpoint, whose parts have made these steps."""
@@ -232,44 +232,45 @@ def stop_signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def describe(config: Config, data: ImageData, objective: EDMObjective, hardware: Hardware, versions: dict[str, Any]) -> dict[str, Any]:
+def describe(config: Config, fingerprint: str, scale: float, hardware: Hardware, versions: dict[str, Any]) -> dict[str, Any]:
     """Returns what a checkpoint says of itself beside its parts: settings, data and machine; merge and resume compare these."""
     return {
         "identity": configuration.trained_identity(config),
-        "data": {"fingerprint": data.fingerprint, "scale": data.scale},
+        "data": {"fingerprint": fingerprint, "scale": scale},
         "machine": {
             "precision": hardware.precision,
             "device": hardware.device.type,
             "threads": hardware.threads,
-            "compile": config.train.compile,
             **{name: versions[name] for name in ("torch", "python", "cpu", "gpu")},
         },
-        "partition": list(objective.partition.edges),
     }
 
 
-def ema_model(config: Config, objective: EDMObjective, parts: dict[int, Part], scale: float, hardware: Hardware) -> Model:
-    """Returns a model of the parts' EMA weights as they are now."""
-    backbones = {}
-    for block, part in parts.items():
-        backbones[block] = build_backbone(config, block).to(hardware.device).eval()
-        backbones[block].load_state_dict(part.ema)
-    return Model(config, objective, backbones, scale, hardware.autocast)
+def ema_modules(config: Config, parts: Mapping[str, Part], device: torch.device) -> dict[str, nn.Module]:
+    """Returns modules with the parts' EMA weights as they are now."""
+    modules = {}
+    for name, part in parts.items():
+        modules[name] = build_module(config, name).to(device).eval()
+        modules[name].load_state_dict(part.ema, strict=False)  # buffers are not averaged
+    return modules
 
 
 def train(
     config: Config,
-    data: ImageData,
+    objective: Objective,
+    source: Source,
     folder: Path,
     hardware: Hardware,
-    versions: dict[str, Any],
-    draw_grid: Callable[[Model, Path], None],
+    description: dict[str, Any],
+    draw_grid: Callable[[dict[str, nn.Module], Path], None],
     on_row: Callable[[dict[str, Any]], None],
 ) -> None:
     """Trains the job's blocks to their last step, from the checkpoint in `folder` if there is one.
 
     Args:
-        draw_grid: draws sample pictures of a whole model into a file, at intervals.
+        source: gives each step its batch.
+        description: of the run, see `describe`.
+        draw_grid: draws samples of a whole model, given its modules with EMA weights, into a PNG, at intervals.
         on_row: receives each row of metrics.jsonl.
 
     Raises:
@@ -277,13 +278,13 @@ def train(
         NonFiniteLoss: a loss that is not finite.
         SystemExit: after SIGTERM or Ctrl-C, when the checkpoint is written.
     """
-    settings, objective = config.train, build_objective(config)
+    settings = config.train
     total = configuration.total_steps(config)
-    shares = probabilities(config, objective)
+    shares = block_shares(settings, objective)
     steps = update_counts(config.seed, settings.block_order, shares, total)
     order = update_order(config.seed, settings.block_order, shares, total)
     owned = configuration.owned_blocks(config)
-    description = describe(config, data, objective, hardware, versions)
+    trained = {block: trained_parts(config, block) for block in owned}
 
     run = checkpoint.read_run(folder)
     if run is not None:
@@ -291,48 +292,50 @@ def train(
             tqdm.write(f"warning: {warning}")
         if all(run["parts"][part_name(block)]["step"] == steps[block] for block in owned):
             return
-    parts = {block: build_part(config, block, hardware.device) for block in owned}
+    names = sorted({name for block in owned for name in trained[block]})
+    parts = {name: build_part(config, name, hardware.device) for name in names}
     if run is not None:
-        for block, part in parts.items():
-            checkpoint.restore(folder, run, part_name(block), part)
+        for name, part in parts.items():
+            checkpoint.restore(folder, run, name, part)
+        for block in owned:
+            made = parts[part_name(block)].step
             configuration.require(
-                part.step <= steps[block],
-                f"train.steps={settings.steps}: the checkpoint in {folder} has made {part.step} steps of block {block} already",
+                made <= steps[block],
+                f"train.steps={settings.steps}: the checkpoint in {folder} has made {made} steps of block {block} already",
             )
-    forwards = {block: torch.compile(part.module) if settings.compile else part.module for block, part in parts.items()}
-
-    source = BatchSource(data, hardware.device, seed=config.seed)
-    metrics = Metrics(folder / "metrics.jsonl", {block: part.step for block, part in parts.items()}, on_row)
+    modules = {name: torch.compile(part.module) if settings.compile else part.module for name, part in parts.items()}
+    metrics = Metrics(folder / "metrics.jsonl", {block: parts[part_name(block)].step for block in owned}, on_row)
 
     def write_metrics(block: int) -> float | None:
-        step = parts[block].step
-        rate = learning_rate(settings, step - 1, steps[block])
-        return metrics.write(block, step, rate=rate, seconds=round(parts[block].seconds, 3))
+        part = parts[part_name(block)]
+        rate = learning_rate(settings, part.step - 1, steps[block])
+        return metrics.write(block, part.step, rate=rate, seconds=round(part.seconds, 3))
 
     def save() -> None:
         for block in owned:
             write_metrics(block)  # reads every loss: a checkpoint never holds what came after a bad one
-        checkpoint.save(folder, {part_name(block): part for block, part in parts.items()}, description)
+        checkpoint.save(folder, parts, description)
 
     # What is left to do: each block's steps from its own count on, whatever order earlier sessions followed.
     seen: dict[int, int] = defaultdict(int)
     todo = []
     for block in order.tolist():
         seen[block] += 1
-        if block in parts and seen[block] > parts[block].step:
+        if block in owned and seen[block] > parts[part_name(block)].step:
             todo.append(block)
-    done = sum(part.step for part in parts.values())
+    done = sum(parts[part_name(block)].step for block in owned)
     losses: dict[int, float] = {}
-    bar = tqdm(total=done + len(todo), initial=done, unit="step", desc="training", disable=not config.log.progress, mininterval=0.5)
+    bar = tqdm(total=done + len(todo), initial=done, unit="step", desc="training", disable=not config.log.progress)
     with stop_signals() as stop, bar:
         for index, block in enumerate(todo):
-            loss = train_step(config, objective, source, parts[block], forwards[block], block, steps[block], hardware)
+            own = [parts[name] for name in trained[block]]
+            loss = train_step(settings, objective, source, modules, own, block, steps[block], hardware)
             if index + 1 < len(todo):
-                source.prefetch(todo[index + 1], parts[todo[index + 1]].step, settings.batch_size)
+                source.prefetch(todo[index + 1], parts[part_name(todo[index + 1])].step, settings.batch_size)
             metrics.add(block, loss)
             done += 1
             bar.update()
-            if parts[block].step % settings.log_every == 0:
+            if own[0].step % settings.log_every == 0:
                 losses[block] = write_metrics(block)
                 bar.set_postfix_str(" ".join(f"{b}:{value:.3f}" for b, value in sorted(losses.items())))
             if stop or done % settings.checkpoint_every == 0:
@@ -341,7 +344,7 @@ def train(
                 bar.close()
                 tqdm.write(f"stopped by signal {stop[0]} after {done} steps; the same command goes on from here")
                 raise SystemExit(128 + stop[0])
-            if settings.sample_every and done % settings.sample_every == 0 and len(parts) == objective.partition.num_blocks:
-                draw_grid(ema_model(config, objective, parts, data.scale, hardware), folder / "samples" / f"step_{done:09d}.png")
+            if settings.sample_every and done % settings.sample_every == 0 and len(owned) == len(steps):
+                draw_grid(ema_modules(config, parts, hardware.device), folder / "samples" / f"step_{done:09d}.png")
         save()
-    plots.plot_training_loss(read_metrics(folder / "metrics.jsonl"), folder / "plots" / "loss.png")
+    plots.plot_training_loss(read_metrics(folder / "metrics.jsonl"), folder / "plots" / "loss.png", len(steps))
