@@ -441,20 +441,20 @@ def _check_table(source: _Source) -> None:
     import datasets
     import pyarrow.parquet
 
-    if source.layout == "arrow":
-        table = datasets.load_from_disk(source.location)
-        splits, columns = list(table), table[next(iter(table))].column_names
-    else:
-        local = Path(source.location).is_dir()
-        if not local:
-            _check_hub(source)
-        with tempfile.TemporaryDirectory() as scratch, _one_sentence(source):
+    local = Path(source.location).is_dir()
+    if not local:
+        _check_hub(source)
+    with tempfile.TemporaryDirectory() as scratch, _one_sentence(source):
+        if source.layout == "arrow":
+            by_split = datasets.load_from_disk(source.location).column_names
+            splits, columns = list(by_split), next(iter(by_split.values()), [])
+        else:
             builder = datasets.load_dataset_builder(source.location, cache_dir=scratch if local else None)
-        splits, files = [str(split) for split in builder.config.data_files or ()], builder.config.data_files or {}
-        columns = list(builder.info.features or ())
-        first = next((file for split in files.values() for file in split), "")
-        if not columns and first.endswith(".parquet") and Path(first).is_file():
-            columns = pyarrow.parquet.read_schema(first).names
+            files = {str(split): names for split, names in (builder.config.data_files or {}).items()}
+            splits, columns = list(files), list(builder.info.features or ())
+            first = next((name for names in files.values() for name in names), "")
+            if local and not columns and first.endswith(".parquet"):
+                columns = pyarrow.parquet.read_schema(first).names
     if splits:
         _find_splits(source, splits)
     if columns:

@@ -525,6 +525,12 @@ def test_broken_files(tmp_path):
     (folder / "test_batch.bin").write_bytes(b"123")
     with pytest.raises(SettingError, match="no whole number of images"):
         load_images(**settings(tmp_path / "cache", "cifar10", path=folder))
+    parquet, arrow = write_parquet(tmp_path / "parquet", made()), write_arrow(tmp_path / "arrow", made())
+    (parquet / "plain_text" / "train-00000-of-00001.parquet").write_bytes(b"no Parquet")
+    (arrow / "train" / "state.json").unlink()
+    for folder in (parquet, arrow):
+        with pytest.raises(SettingError, match="cannot be read as a set of images"):
+            check_images(**settings(tmp_path / "cache", "cifar10", path=folder))
     raw = write_idx(tmp_path / "raw", made(channels=1, size=28), zipped=False)
     (raw / "t10k-images-idx3-ubyte").write_bytes(b"\0\0\x08\x03abc")
     with pytest.raises(SettingError, match="t10k-images-idx3-ubyte is not a whole IDX file"):
