@@ -1,4 +1,68 @@
+"""What the tests share: small configurations, composed in Python or by the command line, on real digits."""
+
+import dataclasses
+import os
+import subprocess
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import pytest
+import torch
+
+import config as configuration
+from config import Config, DataConfig, MethodConfig, ModelConfig, ObjectiveConfig, PartitionConfig, TrainConfig
+from data import ImageData
+
+ROOT = Path(__file__).resolve().parent.parent
+
+torch.set_num_threads(1)  # exact comparisons hold at equal thread counts, and two test processes share two cores
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for decoded data sets."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="session")
+def digits(cache: Path) -> ImageData:
+    """The digits, in model units of standard deviation .5."""
+    import pipeline
+
+    return pipeline.load_data(make_config(cache=cache))
+
+
+def make_config(cache: Path | str = "unused", **groups: dict) -> Config:
+    """Returns a resolved configuration of a tiny 3-layer DiT on digits; groups update its fields."""
+    config = Config(
+        data=DataConfig("digits", size=8, channels=1, num_classes=10, cache=str(cache)),
+        model=ModelConfig("dit", "digits", patch_size=4, depth=3, width=16, heads=2),
+        objective=ObjectiveConfig(),
+        method=MethodConfig("diffusion_blocks"),
+        partition=PartitionConfig("equi_probability", num_blocks=3, overlap=0.05),
+        train=TrainConfig(steps=4, batch_size=8, precision="fp32", log_every=2, checkpoint_every=1000, sample_every=0),
+    )
+    for name, values in groups.items():
+        group = getattr(config, name)
+        setattr(config, name, dataclasses.replace(group, **values) if dataclasses.is_dataclass(group) else values)
+    return configuration.resolve(config)
+
+
+def command_line(*overrides: str, cwd: Path, expect: int | None = 0, timeout: float = 240) -> subprocess.CompletedProcess:
+    """Runs main.py in a folder of its own with one thread, and checks its exit status (None: any but 0)."""
+    result = subprocess.run(
+        [sys.executable, str(ROOT / "main.py"), "threads=1", "log.progress=false", *overrides],
+        cwd=cwd,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+    wrong = result.returncode == 0 if expect is None else result.returncode != expect
+    assert not wrong, f"exit {result.returncode}\n{result.stdout}\n{result.stderr}"
+    return result
+
+
+TINY = ("model.depth=3", "model.width=16", "model.patch_size=4", "train.steps=4", "train.batch_size=8", "train.precision=fp32")
+TINY += ("train.log_every=2", "train.sample_every=0", "sampler.num_images=60", "sampler.steps=4", "sampler.schedule=per_block")
+TINY += ("eval.loss_levels=8", "eval.loss_images=40")
