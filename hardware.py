@@ -21,6 +21,11 @@ class Hardware:
     precision: str
     threads: int
 
+    @property
+    def name(self) -> str:
+        """The GPU's model, or `cpu`."""
+        return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
+
     def autocast(self) -> AbstractContextManager:
         """Returns the context in which a backbone runs."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16", cache_enabled=False)

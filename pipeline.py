@@ -72,7 +72,7 @@ def check(config: Config, folder: Path) -> None:
     if config.mode == "merge":
         return
     data_sets.check_images(**image_settings(config))
-    if config.mode in ("run", "evaluate") and config.train.blocks == "all":
+    if config.mode in ("run", "evaluate") and config.train.blocks == "all" and config.eval.features is not None:
         evaluation.check_scores(
             config.data.name,
             (config.data.channels, config.data.size, config.data.size),
@@ -80,12 +80,12 @@ def check(config: Config, folder: Path) -> None:
             inception_weights=config.eval.inception_weights,
             num_samples=config.sampler.num_images,
         )
-        dimensions = config.data.channels * config.data.size**2
-        require(
-            config.eval.likelihood_images == 0 or dimensions <= evaluation.LIKELIHOOD_DIMENSIONS,
-            f"eval.likelihood_images={config.eval.likelihood_images}: the exact divergence takes at most "
-            f"{evaluation.LIKELIHOOD_DIMENSIONS} dimensions, these images have {dimensions}",
-        )
+    dimensions = config.data.channels * config.data.size**2
+    require(
+        config.eval.likelihood_images == 0 or dimensions <= evaluation.MAX_DIMENSIONS,
+        f"eval.likelihood_images={config.eval.likelihood_images}: the exact divergence takes at most "
+        f"{evaluation.MAX_DIMENSIONS} dimensions, these images have {dimensions}",
+    )
 
 
 def image_settings(config: Config) -> dict[str, Any]:
@@ -198,7 +198,7 @@ def evaluate(
         results.append(likelihood_result(config, data, model))
     if config.eval.features is not None:
         results += sample_results(config, data, model, run_file, folder, hardware)
-        floor = evaluation.floor_scores(data, **feature_settings(config, hardware))
+        floor = evaluation.floor_scores(data, num_samples=config.sampler.num_images, **feature_settings(config, hardware))
         results.append({"kind": "floor", **floor})
     for result in results:
         result["protocol"] = {**result["protocol"], **common}
@@ -254,7 +254,12 @@ def likelihood_result(config: Config, data: ImageData, model: Model) -> dict[str
     def denoise(z: Tensor, sigma: float, y: Tensor | None) -> Tensor:
         return model.denoiser(y)(z, sigma)
 
-    return {"kind": "likelihood", **evaluation.log_likelihood(denoise, x, labels, schedule)}
+    found = evaluation.log_likelihood(denoise, x, labels, schedule, batch_size=config.sampler.batch_size)
+    return {
+        "kind": "likelihood",
+        "scores": {"nats": float(found.nats.mean()), "bits_per_dimension": float(found.bits_per_dimension.mean())},
+        "protocol": {**evaluation.LIKELIHOOD_PROTOCOL, "images": len(x), "split": "test", "steps": settings.likelihood_steps},
+    }
 
 
 def feature_settings(config: Config, hardware: Hardware) -> dict[str, Any]:
@@ -279,10 +284,10 @@ def sample_results(
         for repeat in range(config.eval.repeats):
             settings = dataclasses.replace(config.sampler, guidance=guidance, seed=config.sampler.seed + repeat)
             path = sample(config, model, run_file, folder, settings)
-            images, labels = (torch.from_numpy(array) for array in sampler.load_arrays(path))
+            images, labels = sampler.load_arrays(path)
             scored = evaluation.sample_scores(images, labels if len(labels) else None, data, **feature_settings(config, hardware))
             sets.append({**scored, "images": str(path.parent.relative_to(folder))})
-        names = [name for name, value in sets[0]["scores"].items() if isinstance(value, int | float)]
+        names = [name for name in sets[0]["scores"] if all(one["scores"][name] is not None for one in sets)]
         results.append(
             {
                 "kind": "samples",
@@ -323,6 +328,6 @@ def print_results(results: list[dict[str, Any]], folder: Path) -> None:
             print(f"samples at guidance {result['protocol']['sampler']['guidance']}: {line}")
             print(f"  pictures: {folder / result['sets'][0]['images'] / 'grid.png'}")
         else:
-            line = ", ".join(f"{name} {value:.4g}" for name, value in result["scores"].items() if isinstance(value, int | float))
+            line = ", ".join(f"{name} {value:.4g}" for name, value in result["scores"].items() if value is not None)
             print(f"{result['kind']}: {line}")
     print(f"scores: {folder / 'results.json'}\nplots:  {folder / 'plots'}")

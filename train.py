@@ -239,9 +239,9 @@ def describe(config: Config, fingerprint: str, scale: float, hardware: Hardware,
         "data": {"fingerprint": fingerprint, "scale": scale},
         "machine": {
             "precision": hardware.precision,
-            "device": hardware.device.type,
+            "device": hardware.name,
             "threads": hardware.threads,
-            **{name: versions[name] for name in ("torch", "python", "cpu", "gpu")},
+            **{name: versions[name] for name in ("torch", "python", "cpu")},
         },
     }
 

@@ -28,7 +28,7 @@ def hardware(precision: str = "fp32") -> Hardware:
 def fit(config, data, folder, rows=None):
     """Trains in a folder and returns each part's weights, EMA, optimizer state and count."""
     machine = hardware(config.train.precision)
-    versions = dict.fromkeys(("torch", "python", "cpu", "gpu"))
+    versions = dict.fromkeys(("torch", "python", "cpu"))
     description = training.describe(config, data.fingerprint, data.scale, machine, versions)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "plots").mkdir(exist_ok=True)
@@ -214,7 +214,10 @@ def test_orders_have_their_counts(order, shares, total):
     assert np.bincount(blocks, minlength=3).tolist() == counts
     if order != "uniform":
         assert min(counts) >= 1
-        assert all(abs(count - share * total) <= 1 or count == 1 or max(counts) == count for count, share in zip(counts, shares))
+        assert all(
+            abs(count - share * total) <= 1 or count == 1 or max(counts) == count
+            for count, share in zip(counts, shares, strict=True)
+        )
     if order == "sequential":
         assert (np.diff(blocks) >= 0).all()
 
