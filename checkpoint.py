@@ -241,8 +241,8 @@ def differences(ours: Any, theirs: Any, name: str = "") -> list[str]:
     return [] if ours == theirs else [f"{name} is {ours} here and {theirs} there"]
 
 
-def check_resume(folder: Path, run: dict[str, Any], description: dict[str, Any]) -> list[str]:
-    """Refuses to go on with a checkpoint of something else.
+def check_resume(folder: Path, description: dict[str, Any]) -> list[str]:
+    """Refuses to go on with a checkpoint of something else, where the folder holds one.
 
     What may change: device, logging, checkpoint and sample intervals; threads and library versions with a warning; more
     steps at a constant rate.
@@ -253,6 +253,9 @@ def check_resume(folder: Path, run: dict[str, Any], description: dict[str, Any])
     Raises:
         SettingError: names the first field that does not fit.
     """
+    run = read_run(folder)
+    if run is None:
+        return []
     ours, theirs = json.loads(json.dumps(description["identity"])), json.loads(json.dumps(run["identity"]))
     more = ours["train"]["steps"] > theirs["train"]["steps"]
     if more and ours["train"]["schedule"] == "constant":

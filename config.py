@@ -210,6 +210,40 @@ def at_least(name: str, value: float, low: float) -> None:
     require(math.isfinite(value) and value >= low, f"{name}={value} must be at least {low:g}")
 
 
+# The groups that decide the trained weights.
+TRAINED = ("data", "model", "objective", "method", "partition", "train", "seed")
+
+
+def check_typed(config: Config, overrides: list[str]) -> None:
+    """Refuses what was typed on the command line and could only be ignored.
+
+    Args:
+        overrides: as typed, `key=value`.
+    """
+    keys = [override.lstrip("+~").partition("=")[0] for override in overrides]
+    for key in keys:
+        group = key.partition(".")[0]
+        require(
+            not (config.mode in ("sample", "evaluate") and config.folder and group in (*TRAINED, "scale", "experiment"))
+            or key == "data.cache",
+            f"{key} was typed, but the model in folder={config.folder} is trained already: leave it out, the folder knows it",
+        )
+        require(
+            not (config.method.name == "end_to_end" and group == "partition"),
+            f"{key} has no meaning with method=end_to_end, which trains one block over all levels: leave it out",
+        )
+
+
+def with_trained_settings(config: Config) -> Config:
+    """Returns a configuration that samples or scores `folder` with the settings that trained it."""
+    if config.mode not in ("sample", "evaluate") or config.folder is None:
+        return config
+    trained = load_config(Path(config.folder) / "config.yaml")
+    settings = {name: getattr(trained, name) for name in TRAINED}
+    settings["data"] = dataclasses.replace(trained.data, cache=config.data.cache)
+    return dataclasses.replace(config, **settings)
+
+
 def resolve(config: Config) -> Config:
     """Returns the configuration with everything filled in that depends on other keys; the hash of a run is taken of this.
 
@@ -218,18 +252,7 @@ def resolve(config: Config) -> Config:
     """
     config = dataclasses.replace(config)
     one_of("mode", config.mode, MODES)
-    one_of("model.size", config.model.size, tuple(SIZES))
-    given = (config.model.depth, config.model.width, config.model.heads)
-    depth, width, heads = (
-        named if value is None else value for named, value in zip(SIZES[config.model.size], given, strict=True)
-    )
-    config.model = dataclasses.replace(config.model, depth=depth, width=width, heads=heads)
-
-    one_of("method.name", config.method.name, ("diffusion_blocks", "end_to_end", "shallow"))
-    if config.partition.num_blocks == 1 and config.method.name == "diffusion_blocks":
-        config.method = MethodConfig("end_to_end")  # for a denoiser the same thing; tables that share it share the run
-    if config.method.name == "end_to_end":
-        config.partition = PartitionConfig("equi_probability", num_blocks=1, overlap=0.0)
+    resolve_dit(config)
     if config.train.blocks != "all":
         require(
             isinstance(config.train.blocks, list) and len(config.train.blocks) > 0,
@@ -240,6 +263,27 @@ def resolve(config: Config) -> Config:
             config.train = dataclasses.replace(config.train, blocks="all")
     validate(config)
     return config
+
+
+def resolve_dit(config: Config) -> None:
+    """Fills in a DiT's size, and gives one setting one name, so that tables which share it share the run."""
+    one_of("model.size", config.model.size, tuple(SIZES))
+    given = (config.model.depth, config.model.width, config.model.heads)
+    depth, width, heads = (
+        named if value is None else value for named, value in zip(SIZES[config.model.size], given, strict=True)
+    )
+    config.model = dataclasses.replace(config.model, depth=depth, width=width, heads=heads)
+    one_of("method.name", config.method.name, ("diffusion_blocks", "end_to_end", "shallow"))
+    if config.partition.num_blocks == 1:
+        config.method = MethodConfig("end_to_end")
+    if config.method.name == "end_to_end":
+        config.partition = PartitionConfig("equi_probability", num_blocks=1, overlap=0.0)
+    if config.method.name == "shallow":
+        config.partition = PartitionConfig(
+            "equi_probability", config.partition.num_blocks, overlap=0.0, layers=config.partition.layers
+        )
+    if trained_blocks(config) == 1:
+        config.train = dataclasses.replace(config.train, block_order="shuffled", block_probability="uniform")
 
 
 def trained_blocks(config: Config) -> int:
@@ -297,7 +341,22 @@ def guidance_scales(config: Config, value: Any) -> list[float]:
 
 def validate(config: Config) -> None:
     """Refuses combinations that cannot work; what needs the data or the disk is checked where those are opened."""
-    model, cut, train, sampler, evaluation = config.model, config.partition, config.train, config.sampler, config.eval
+    validate_dit(config)
+    validate_training(config)
+    validate_sampling(config)
+    one_of("log.wandb", config.log.wandb, ("off", "offline", "online"))
+    if config.threads is not None:
+        at_least("threads", config.threads, 1)
+    if config.mode == "merge":
+        require(len(config.merge.runs) >= 1, "merge.runs is empty: name the folders to join, merge.runs=[runs/a,runs/b]")
+        require(config.train.blocks == "all", "mode=merge makes the whole model: leave train.blocks=all")
+    else:
+        require(config.merge == MergeConfig(), f"merge.runs={config.merge.runs} is for mode=merge alone")
+
+
+def validate_dit(config: Config) -> None:
+    """Refuses a DiT, levels or a partition that do not fit each other or the images."""
+    model, objective, cut = config.model, config.objective, config.partition
     for name, value in (("depth", model.depth), ("width", model.width), ("heads", model.heads), ("patch_size", model.patch_size)):
         at_least(f"model.{name}", value, 1)
     require(model.width % model.heads == 0, f"model.width={model.width} is not a multiple of model.heads={model.heads}")
@@ -308,7 +367,6 @@ def validate(config: Config) -> None:
     )
     at_least("data.num_classes", config.data.num_classes, 0)
     at_least("data.channels", config.data.channels, 1)
-    objective = config.objective
     for name in ("P_std", "sigma_min", "sigma_data"):
         require(getattr(objective, name) > 0, f"objective.{name}={getattr(objective, name)} must be above 0")
     require(
@@ -331,6 +389,10 @@ def validate(config: Config) -> None:
         raise SettingError(f"partition: {error}") from None
     require(min(layer_split(config)) >= 1, f"partition.num_blocks={cut.num_blocks} is more than the {model.depth} layers")
 
+
+def validate_training(config: Config) -> None:
+    """Refuses settings of the loop."""
+    train = config.train
     for name in ("steps", "batch_size", "log_every", "checkpoint_every"):
         at_least(f"train.{name}", getattr(train, name), 1)
     for name in ("sample_every", "warmup_steps", "weight_decay", "ema_half_life"):
@@ -357,6 +419,10 @@ def validate(config: Config) -> None:
         "train.label_dropout needs labels: set train.label_dropout=0 for a data set with num_classes=0",
     )
 
+
+def validate_sampling(config: Config) -> None:
+    """Refuses settings of sampling and of scores."""
+    sampler, evaluation = config.sampler, config.eval
     one_of("sampler.name", sampler.name, ("euler", "heun"))
     one_of("sampler.schedule", sampler.schedule, ("karras", "equi_probability", "per_block"))
     one_of("sampler.weights", sampler.weights, ("ema", "raw"))
@@ -378,20 +444,12 @@ def validate(config: Config) -> None:
     at_least("eval.likelihood_images", evaluation.likelihood_images, 0)
     one_of("eval.features", evaluation.features, (None, "classifier", "inception-v3-compat"))
     one_of("eval.split", evaluation.split, ("train", "test"))
-    one_of("log.wandb", config.log.wandb, ("off", "offline", "online"))
-    if config.threads is not None:
-        at_least("threads", config.threads, 1)
-    if config.mode == "merge":
-        require(len(config.merge.runs) >= 1, "merge.runs is empty: name the folders to join, merge.runs=[runs/a,runs/b]")
-        require(train.blocks == "all", "mode=merge makes the whole model: leave train.blocks=all")
-    else:
-        require(config.merge == MergeConfig(), f"merge.runs={config.merge.runs} is for mode=merge alone")
 
 
 def trained_identity(config: Config) -> dict[str, Any]:
     """Returns the settings that decide the trained weights: all but device, threads, logging and what is done afterwards."""
     plain = dataclasses.asdict(config)
-    kept = {key: plain[key] for key in ("data", "model", "objective", "method", "partition", "train", "seed")}
+    kept = {key: plain[key] for key in TRAINED}
     for group, key in (("data", "cache"), ("train", "log_every"), ("train", "checkpoint_every"), ("train", "sample_every")):
         del kept[group][key]
     return kept

@@ -27,7 +27,9 @@ def main(composed: DictConfig) -> None:
         OmegaConf.resolve(composed)
         missing = OmegaConf.missing_keys(composed)
         configuration.require(not missing, f"{', '.join(sorted(missing))} must be set")
-        pipeline.run(configuration.resolve(OmegaConf.to_object(composed)))
+        config = OmegaConf.to_object(composed)
+        configuration.check_typed(config, HydraConfig.get().overrides.task)
+        pipeline.run(configuration.resolve(configuration.with_trained_settings(config)))
     except (SettingError, NonFiniteLoss) as error:
         if HydraConfig.get().mode == RunMode.MULTIRUN:
             raise  # the sweep goes on with its other runs

@@ -269,12 +269,12 @@ def train(
 
     Args:
         source: gives each step its batch.
-        description: of the run, see `describe`.
+        description: of the run, see `describe`; checkpoint.check_resume has compared it.
         draw_grid: draws samples of a whole model, given its modules with EMA weights, into a PNG, at intervals.
         on_row: receives each row of metrics.jsonl.
 
     Raises:
-        SettingError: the checkpoint is of something else.
+        SettingError: the checkpoint has made more steps than that.
         NonFiniteLoss: a loss that is not finite.
         SystemExit: after SIGTERM or Ctrl-C, when the checkpoint is written.
     """
@@ -287,11 +287,8 @@ def train(
     trained = {block: trained_parts(config, block) for block in owned}
 
     run = checkpoint.read_run(folder)
-    if run is not None:
-        for warning in checkpoint.check_resume(folder, run, description):
-            tqdm.write(f"warning: {warning}")
-        if all(run["parts"][part_name(block)]["step"] == steps[block] for block in owned):
-            return
+    if run is not None and all(run["parts"][part_name(block)]["step"] == steps[block] for block in owned):
+        return  # finished
     names = sorted({name for block in owned for name in trained[block]})
     parts = {name: build_part(config, name, hardware.device) for name in names}
     if run is not None:

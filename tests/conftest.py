@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import config as configuration
+import generation
 from config import Config, DataConfig, MethodConfig, ModelConfig, ObjectiveConfig, PartitionConfig, TrainConfig
 from data import ImageData
 
@@ -27,9 +28,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def digits(cache: Path) -> ImageData:
     """The digits, in model units of standard deviation .5."""
-    import pipeline
-
-    return pipeline.load_data(make_config(cache=cache))
+    return generation.load(make_config(cache=cache))
 
 
 def make_config(cache: Path | str = "unused", **groups: dict) -> Config:

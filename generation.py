@@ -1,0 +1,200 @@
+"""Image generation, from settings to scores: data, objective, pictures during training, samples, results.
+
+The pipeline calls these functions for a DiT; another kind of model brings its own under the same names.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import data as data_sets
+import evaluation
+import plots
+import sampler
+from config import Config, SamplerConfig, digest, require
+from data import BatchSource, ImageData
+from hardware import Hardware
+from model import Model, build_model, build_objective
+
+GRID_IMAGES = 40  # of the pictures that are drawn during training
+
+
+def check(config: Config) -> None:
+    """Refuses what cannot work as far as it can be known without work: data, features."""
+    data_sets.check_images(**image_settings(config))
+    if config.mode in ("run", "evaluate") and config.train.blocks == "all" and config.eval.features is not None:
+        evaluation.check_scores(
+            config.data.name,
+            (config.data.channels, config.data.size, config.data.size),
+            features=config.eval.features,
+            inception_weights=config.eval.inception_weights,
+            num_samples=config.sampler.num_images,
+        )
+    dimensions = config.data.channels * config.data.size**2
+    require(
+        config.eval.likelihood_images == 0 or dimensions <= evaluation.MAX_DIMENSIONS,
+        f"eval.likelihood_images={config.eval.likelihood_images}: the exact divergence takes at most "
+        f"{evaluation.MAX_DIMENSIONS} dimensions, these images have {dimensions}",
+    )
+
+
+def image_settings(config: Config) -> dict[str, Any]:
+    """Returns data.load_images's arguments."""
+    settings = dataclasses.asdict(config.data)
+    for key in ("channels", "num_classes"):
+        del settings[key]
+    return {**settings, "sigma_data": config.objective.sigma_data}
+
+
+def load(config: Config) -> ImageData:
+    """Loads the data and checks that they are what the model is built for."""
+    data = data_sets.load_images(**image_settings(config))
+    require(data.channels == config.data.channels, f"data.channels={config.data.channels}: the images have {data.channels}")
+    require(
+        config.data.num_classes in (0, data.num_classes),
+        f"data.num_classes={config.data.num_classes}: the data have {data.num_classes}",
+    )
+    return data
+
+
+def source(config: Config, data: ImageData, device: torch.device) -> BatchSource:
+    """Returns what gives each training step its batch."""
+    return BatchSource(data, device, seed=config.seed)
+
+
+def plot_partition(config: Config, path: Path) -> None:
+    """Draws the density of the levels, the blocks' intervals and their overlap."""
+    objective = build_objective(config)
+    intervals = [objective.interval(block) for block in range(objective.partition.num_blocks)]
+    plots.plot_partition(objective.distribution, objective.partition.edges, intervals, path)
+
+
+def preview(config: Config, modules: dict[str, nn.Module], scale: float, hardware: Hardware, path: Path) -> None:
+    """Draws a few samples of a model in training."""
+    model = build_model(config, modules, scale, hardware)
+    images, _ = sampler.sample_images(model, dataclasses.replace(config.sampler, num_images=GRID_IMAGES))
+    plots.image_grid(images, path, columns=10)
+
+
+def sample(config: Config, model: Model, weights: dict[str, Any], folder: Path, settings: SamplerConfig) -> Path:
+    """Draws the settings' images and returns the path of their .npz; `weights` says what made them."""
+    protocol = {"sampler": dataclasses.asdict(settings), **weights}
+    guidance = settings.guidance if isinstance(settings.guidance, int | float) else "list"
+    name = f"guidance_{guidance:g}" if guidance != "list" else "guidance_list"
+    key = digest(protocol, 8)
+    return sampler.write_images(model, settings, folder / "samples" / f"{name}_{key}", protocol, config.log.progress)
+
+
+def evaluate(
+    config: Config, data: ImageData, model: Model, weights: dict[str, Any], folder: Path, hardware: Hardware
+) -> list[dict[str, Any]]:
+    """Scores a trained model; returns results, each with `kind`, `scores` and `protocol`."""
+    results = [heldout_result(config, data, model, folder)]
+    if config.eval.likelihood_images:
+        results.append(likelihood_result(config, data, model))
+    if config.eval.features is not None:
+        results += sample_results(config, data, model, weights, folder, hardware)
+        floor = evaluation.floor_scores(data, num_samples=config.sampler.num_images, **feature_settings(config, hardware))
+        results.append({"kind": "floor", **floor})
+    return results
+
+
+def heldout(config: Config, data: ImageData, count: int) -> tuple[Tensor, Tensor | None]:
+    """Returns the first held-out images in model units and their labels (None for an unconditional model)."""
+    x = data.normalize(torch.from_numpy(data.test.images[:count].copy()))
+    return x, torch.from_numpy(data.test.labels[:count].copy()) if config.data.num_classes else None
+
+
+def heldout_result(config: Config, data: ImageData, model: Model, folder: Path) -> dict[str, Any]:
+    """Weighted denoising loss on held-out images, on a grid of levels with the same noise for every model."""
+    settings, objective = config.eval, model.objective
+    x, labels = heldout(config, data, settings.loss_images)
+    x, labels = x.to(model.device), None if labels is None else labels.to(model.device)
+    grid = evaluation.loss_grid(objective.distribution, settings.loss_levels)
+
+    def denoise(z: Tensor, sigma: float, y: Tensor | None) -> Tensor:
+        return model.denoiser(y)(z, sigma)
+
+    loss = evaluation.heldout_loss(
+        denoise, x, labels, grid, sigma_data=objective.sigma_data, batch_size=config.sampler.batch_size, seed=settings.seed
+    )
+    owners = [objective.partition.block_of(level) for level in grid.levels]
+    (folder / "plots").mkdir(exist_ok=True)
+    path = folder / "plots" / "loss_by_level.png"
+    plots.plot_loss_by_level({config.method.name: (grid.levels, loss)}, objective.partition.edges, path)
+    return {
+        "kind": "heldout_loss",
+        "scores": evaluation.summarize_loss(loss, grid, owners),
+        "by_level": {"levels": grid.levels.tolist(), "mass": grid.mass.tolist(), "loss": loss.tolist()},
+        "protocol": {
+            "metric": "EDM-weighted squared error, mean over dimensions and images",
+            "images": len(x),
+            "split": "test",
+            "levels": settings.loss_levels,
+            "seed": settings.seed,
+        },
+    }
+
+
+def likelihood_result(config: Config, data: ImageData, model: Model) -> dict[str, Any]:
+    """Log-likelihood of held-out images by the probability-flow ODE."""
+    settings = config.eval
+    x, labels = heldout(config, data, settings.likelihood_images)
+    x, labels = x.to(model.device), None if labels is None else labels.to(model.device)
+    schedule = sampler.model_schedule(model, dataclasses.replace(config.sampler, steps=settings.likelihood_steps))[::-1].copy()
+
+    def denoise(z: Tensor, sigma: float, y: Tensor | None) -> Tensor:
+        return model.denoiser(y)(z, sigma)
+
+    found = evaluation.log_likelihood(denoise, x, labels, schedule, batch_size=config.sampler.batch_size)
+    return {
+        "kind": "likelihood",
+        "scores": {"nats": float(found.nats.mean()), "bits_per_dimension": float(found.bits_per_dimension.mean())},
+        "protocol": {**evaluation.LIKELIHOOD_PROTOCOL, "images": len(x), "split": "test", "steps": settings.likelihood_steps},
+    }
+
+
+def feature_settings(config: Config, hardware: Hardware) -> dict[str, Any]:
+    """Returns the arguments that sample_scores and floor_scores share."""
+    return {
+        "split": config.eval.split,
+        "features": config.eval.features,
+        "inception_weights": config.eval.inception_weights,
+        "batch_size": config.sampler.batch_size,
+        "device": hardware.device,
+        "seed": config.eval.seed,
+    }
+
+
+def sample_results(
+    config: Config, data: ImageData, model: Model, weights: dict[str, Any], folder: Path, hardware: Hardware
+) -> list[dict[str, Any]]:
+    """Scores of samples, one result per guidance scale, over eval.repeats sets of samples."""
+    results = []
+    for guidance in config.eval.guidance or [config.sampler.guidance]:
+        sets = []
+        for repeat in range(config.eval.repeats):
+            settings = dataclasses.replace(config.sampler, guidance=guidance, seed=config.sampler.seed + repeat)
+            path = sample(config, model, weights, folder, settings)
+            images, labels = sampler.load_arrays(path)
+            scored = evaluation.sample_scores(images, labels if len(labels) else None, data, **feature_settings(config, hardware))
+            sets.append({**scored, "images": str(path.parent.relative_to(folder))})
+        names = [name for name in sets[0]["scores"] if all(one["scores"][name] is not None for one in sets)]
+        results.append(
+            {
+                "kind": "samples",
+                "scores": {name: evaluation.repeat_summary([one["scores"][name] for one in sets]) for name in names},
+                "sets": [{"scores": one["scores"], "images": one["images"]} for one in sets],
+                "protocol": {
+                    **sets[0]["protocol"],
+                    "sampler": dataclasses.asdict(dataclasses.replace(config.sampler, guidance=guidance)),
+                    "visits": json.loads((folder / sets[0]["images"] / "protocol.json").read_text())["visits"],
+                    "repeats": config.eval.repeats,
+                },
+            }
+        )
+    return results
