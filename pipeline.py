@@ -23,7 +23,6 @@ from data import ImageData
 from hardware import Hardware
 from model import build_objective, part_name
 
-
 # By model.name: the module that knows what this kind of model is for.
 KINDS = {"dit": generation}
 
