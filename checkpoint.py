@@ -13,6 +13,7 @@ import fcntl
 import hashlib
 import json
 import os
+import pickle
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -152,7 +153,8 @@ def save(folder: Path, parts: dict[str, Part], description: dict[str, Any]) -> N
 
 
 def described(path: Path) -> dict[str, str]:
-    """Returns a file's name and checksum, after it has reached the disk."""
+    """Returns a file's name and checksum, after it has reached the disk and can be read by others (safetensors' cannot)."""
+    path.chmod(0o644)
     with open(path, "rb") as file:
         os.fsync(file.fileno())
     return {"name": path.name, "sha256": checksum(path)}
@@ -199,7 +201,12 @@ def restore(folder: Path, run: dict[str, Any], name: str, part: Part) -> None:
     part.module.load_state_dict(load_weights(folder, run, name, "raw"))
     for key, value in load_weights(folder, run, name, "ema").items():
         part.ema[key].copy_(value)
-    part.optimizer.load_state_dict(torch.load(part_file(folder, run, name, "optimizer"), weights_only=True, map_location="cpu"))
+    path = part_file(folder, run, name, "optimizer")
+    try:
+        part.optimizer.load_state_dict(torch.load(path, weights_only=True, map_location="cpu"))
+    except (pickle.UnpicklingError, ValueError, RuntimeError) as error:
+        reason = str(error).splitlines()[0]
+        raise SettingError(f"{path} is not the optimizer state of {name} ({reason}): take the run's own file") from None
     part.step, part.seconds = run["parts"][name]["step"], run["parts"][name]["seconds"]
 
 

@@ -16,6 +16,7 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 import data
+import image_sets
 from config import SettingError
 from data import BatchSource, ImageData, Split, check_images, load_images, step_flips, step_indices
 
@@ -375,8 +376,8 @@ def test_the_cache_is_used_and_follows_the_files(tmp_path, monkeypatch):
     folder = write_binary(tmp_path / "set", splits)
     chosen = settings(tmp_path / "cache", "cifar10", path=folder)
     decoded = []
-    decode = data._decode
-    monkeypatch.setattr(data, "_decode", lambda *arguments: decoded.append(1) or decode(*arguments))
+    decode = image_sets._decode
+    monkeypatch.setattr(image_sets, "_decode", lambda *arguments: decoded.append(1) or decode(*arguments))
     first, second = load_images(**chosen), load_images(**chosen)
     assert first.fingerprint == second.fingerprint
     assert len(decoded) == 1
@@ -410,13 +411,13 @@ def test_a_broken_cache_is_decoded_again(tmp_path, harm):
 
 
 def _load_at_once(rounds: list[dict], barrier, fingerprints) -> None:
-    decode = data._decode
+    decode = image_sets._decode
 
     def together(*arguments):
         barrier.wait()  # both looked before either has written
         decode(*arguments)
 
-    data._decode = together
+    image_sets._decode = together
     for chosen in rounds:
         fingerprints.put(load_images(**chosen).fingerprint)
 
@@ -431,7 +432,7 @@ def test_processes_that_decode_at_once_both_succeed(tmp_path, digits, monkeypatc
     barrier, fingerprints = context.Barrier(2, timeout=60), context.Queue()
     other = context.Process(target=_load_at_once, args=(rounds, barrier, fingerprints))
     other.start()
-    monkeypatch.setattr(data, "_decode", data._decode)  # so that it is put back
+    monkeypatch.setattr(image_sets, "_decode", image_sets._decode)  # so that it is put back
     _load_at_once(rounds, barrier, fingerprints)
     assert [fingerprints.get(timeout=60) for _ in range(4)] == [digits.fingerprint] * 4
     other.join()
@@ -590,7 +591,7 @@ def test_without_network_one_sentence_says_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     with pytest.raises(SettingError, match="Hugging Face.* cannot be reached .*data.path to a local folder"):
         check_images(**settings(tmp_path / "cache", "cifar10"))
-    monkeypatch.setattr(data, "FASHION_DEBIAN", tmp_path / "not_installed")
+    monkeypatch.setattr(image_sets, "FASHION_DEBIAN", tmp_path / "not_installed")
     monkeypatch.setattr(torchvision.datasets.mnist, "download_and_extract_archive", unreachable)
     with pytest.raises(SettingError, match="apt-get install dataset-fashion-mnist"):
         check_images(**settings(tmp_path / "cache", "fashion_mnist"))
