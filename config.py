@@ -220,8 +220,9 @@ def check_typed(config: Config, overrides: list[str]) -> None:
     Args:
         overrides: as typed, `key=value`.
     """
-    keys = [override.lstrip("+~").partition("=")[0] for override in overrides]
-    for key in keys:
+    for override in overrides:
+        key = override.partition("=")[0]
+        require(key[0] not in "+~", f"{key} adds or removes a key, but the configuration is closed: write {key.lstrip('+~')}=...")
         group = key.partition(".")[0]
         require(
             not (config.mode in ("sample", "evaluate") and config.folder and group in (*TRAINED, "scale", "experiment"))

@@ -92,14 +92,14 @@ def sample(config: Config, model: Model, weights: dict[str, Any], folder: Path, 
 def evaluate(
     config: Config, data: ImageData, model: Model, weights: dict[str, Any], folder: Path, hardware: Hardware
 ) -> list[dict[str, Any]]:
-    """Scores a trained model; returns results, each with `kind`, `scores` and `protocol`."""
+    """Scores a trained model; returns results, each with `kind`, `title`, `scores` and `protocol`."""
     results = [heldout_result(config, data, model, folder)]
     if config.eval.likelihood_images:
         results.append(likelihood_result(config, data, model))
     if config.eval.features is not None:
         results += sample_results(config, data, model, weights, folder, hardware)
         floor = evaluation.floor_scores(data, num_samples=config.sampler.num_images, **feature_settings(config, hardware))
-        results.append({"kind": "floor", **floor})
+        results.append({"kind": "floor", "title": "floor", **floor})
     return results
 
 
@@ -128,6 +128,7 @@ def heldout_result(config: Config, data: ImageData, model: Model, folder: Path) 
     plots.plot_loss_by_level({config.method.name: (grid.levels, loss)}, objective.partition.edges, path)
     return {
         "kind": "heldout_loss",
+        "title": "held-out loss",
         "scores": evaluation.summarize_loss(loss, grid, owners),
         "by_level": {"levels": grid.levels.tolist(), "mass": grid.mass.tolist(), "loss": loss.tolist()},
         "protocol": {
@@ -153,6 +154,7 @@ def likelihood_result(config: Config, data: ImageData, model: Model) -> dict[str
     found = evaluation.log_likelihood(denoise, x, labels, schedule, batch_size=config.sampler.batch_size)
     return {
         "kind": "likelihood",
+        "title": "likelihood",
         "scores": {"nats": float(found.nats.mean()), "bits_per_dimension": float(found.bits_per_dimension.mean())},
         "protocol": {**evaluation.LIKELIHOOD_PROTOCOL, "images": len(x), "split": "test", "steps": settings.likelihood_steps},
     }
@@ -187,6 +189,7 @@ def sample_results(
         results.append(
             {
                 "kind": "samples",
+                "title": f"guidance {guidance}",
                 "scores": {name: evaluation.repeat_summary([one["scores"][name] for one in sets]) for name in names},
                 "sets": [{"scores": one["scores"], "images": one["images"]} for one in sets],
                 "protocol": {

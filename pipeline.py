@@ -172,15 +172,21 @@ def result_key(result: dict[str, Any]) -> str:
 
 
 def print_results(results: list[dict[str, Any]], folder: Path) -> None:
-    """Prints the main scores and where everything is."""
+    """Prints the scores, one column per result, and where everything is."""
+    rows: dict[str, list[str]] = {}
+    for column, result in enumerate(results):
+        for name, value in result["scores"].items():
+            number = value["value"] if isinstance(value, dict) and "value" in value else value
+            if isinstance(number, int | float):
+                rows.setdefault(name, [""] * len(results))[column] = f"{number:.4g}"
+    width = max(map(len, rows))
+    titles = [result["title"] for result in results]
+    widths = [max(len(title), 10) for title in titles]
+    print(" " * width, *(title.rjust(size) for title, size in zip(titles, widths, strict=True)), sep="  ")
+    for name, cells in rows.items():
+        print(name.ljust(width), *(cell.rjust(size) for cell, size in zip(cells, widths, strict=True)), sep="  ")
     for result in results:
-        if result["kind"] == "heldout_loss":
-            print(f"held-out loss {result['scores']['integrated']:.4f} on {result['protocol']['images']} images")
-        elif result["kind"] == "samples":
-            line = ", ".join(f"{name} {value['value']:.4g}" for name, value in result["scores"].items())
-            print(f"samples at guidance {result['protocol']['sampler']['guidance']}: {line}")
-            print(f"  pictures: {folder / result['sets'][0]['images'] / 'grid.png'}")
-        else:
-            line = ", ".join(f"{name} {value:.4g}" for name, value in result["scores"].items() if value is not None)
-            print(f"{result['kind']}: {line}")
-    print(f"scores: {folder / 'results.json'}\nplots:  {folder / 'plots'}")
+        for one in result.get("sets", []):
+            print(f"pictures, {result['title']}: {folder / one['images'] / 'grid.png'}")
+    print(f"scores: {folder / 'results.json'}")
+    print(f"plots: {folder / 'plots'}")
