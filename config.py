@@ -426,7 +426,7 @@ def validate_training(config: Config) -> None:
     one_of("train.match", train.match, ("layer_work", "iterations"))
     require(
         total_steps(config) >= trained_blocks(config),
-        f"train.steps={train.steps} with train.match=iterations is less than one step for each of {trained_blocks(config)} blocks",
+        f"train.steps={train.steps} with train.match=iterations is less than one step for each block: give more steps",
     )
     one_of("train.block_probability", train.block_probability, ("uniform", "mass"))
     one_of("train.schedule", train.schedule, ("constant", "cosine"))

@@ -8,7 +8,6 @@ from experiments/paper_tables.csv. Scores whose protocols differ never share a c
 
 import argparse
 import itertools
-import json
 import math
 import re
 import statistics
@@ -102,8 +101,8 @@ TABLES = (
     Table(
         "sampling_steps",
         "Sampling steps",
-        "A step of end to end evaluates all layers, a step of 3 blocks a third of them: 3, 6 and 17 steps end to end cost as much "
-        "as 9, 18 and 50 with 3 blocks. The held-out loss does not depend on the steps.",
+        "A step of end to end evaluates all layers, a step of 3 blocks a third of them: 3, 6 and 17 steps end to end cost as "
+        "much as 9, 18 and 50 with 3 blocks. The held-out loss does not depend on the steps.",
         "method=diffusion_blocks sampler.schedule=karras sampler.steps=50",
     ),
     Table(
@@ -141,7 +140,9 @@ class Group(NamedTuple):
 
 def natural(setting: str) -> list[object]:
     """Returns a key that sorts settings with their numbers in order."""
-    return [(0, float(part), "") if re.fullmatch(r"\d+\.?\d*", part) else (1, 0.0, part) for part in re.split(r"([\d.]+)", setting)]
+    return [
+        (0, float(part), "") if re.fullmatch(r"\d+\.?\d*", part) else (1, 0.0, part) for part in re.split(r"([\d.]+)", setting)
+    ]
 
 
 def spread(values: Iterable[float]) -> float | None:
@@ -232,7 +233,9 @@ def columns_of(rows: list[Row]) -> dict[Column, Values]:
 
 def best_guidance(columns: dict[Column, Values]) -> str | None:
     """Returns the guidance at which the mean FID over all settings is lowest, the same for every setting."""
-    scores = {column.guidance: statistics.fmean(means(values).values()) for column, values in columns.items() if column.metric == FID}
+    scores = {
+        column.guidance: statistics.fmean(means(values).values()) for column, values in columns.items() if column.metric == FID
+    }
     return min(scores, key=scores.get) if scores else None
 
 
@@ -360,10 +363,8 @@ class Report:
         protocols = sorted({f"{heading} `{column.protocol}`" for heading, column in shown_columns(columns)})
         hardware = sorted({row["hardware"] for row in rows})
         example = next(row["command"] for row in rows if row["setting"] != FLOOR)
-        self.text.append(
-            f"<sub>One of the runs: `{example}` on {'; '.join(hardware)}. Protocols (records/protocols.json): {', '.join(protocols)}."
-            "</sub>\n"
-        )
+        where = f"`{example}` on {'; '.join(hardware)}"
+        self.text.append(f"<sub>One of the runs: {where}. Protocols (records/protocols.json): {', '.join(protocols)}.</sub>\n")
         self.settings_plot(table, group, columns, best, paper)
         self.levels_plot(table, group)
         self.curves_plot(table, group)
@@ -382,7 +383,9 @@ class Report:
         shown = [("held-out loss", values) for column, values in columns.items() if column.metric == "heldout_loss"]
         shown += [(f"FID at guidance {best}", values) for column, values in columns.items() if column[:2] == (FID, best)]
         settings = sorted({setting for _, values in shown for setting in values}, key=natural)
-        path = self.picture(table, group, "settings", "Our scores (left axes, with the seeds' spread) and the paper's FID (right axes).")
+        path = self.picture(
+            table, group, "settings", "Our scores (left axes, with the seeds' spread) and the paper's FID (right axes)."
+        )
         plots.plot_settings([short(setting) for setting in settings], settings, shown, paper, path)
 
     def levels_plot(self, table: Table, group: Group) -> None:
@@ -391,8 +394,11 @@ class Report:
         if table.name != "sampling_steps" and table.reference in curves and len(curves) > 1:
             reference = curves.pop(table.reference)
             caption = f"Held-out loss at each level over that of `{table.reference}` (mean over seeds; below 1 is better)."
-            plots.plot_level_ratios(grid, {short(name): curve / reference for name, curve in curves.items()},
-                                    self.picture(table, group, "levels", caption))
+            plots.plot_level_ratios(
+                grid,
+                {short(name): curve / reference for name, curve in curves.items()},
+                self.picture(table, group, "levels", caption),
+            )
 
     def curves_plot(self, table: Table, group: Group) -> None:
         """Draws the held-out loss over the training: of the main table, where the question is whether the baseline is done."""
@@ -441,7 +447,9 @@ def mean_series(rows: list[Row], table: Table, group: Group, x: str, y: str) -> 
         if row["protocol"] == protocol:
             grid = np.array(row[x].split(), float)
             series[row["setting"]].append(np.array(row[y].split(), float))
-    return grid, {setting: np.mean(values, axis=0) for setting, values in sorted(series.items(), key=lambda item: natural(item[0]))}
+    return grid, {
+        setting: np.mean(values, axis=0) for setting, values in sorted(series.items(), key=lambda item: natural(item[0]))
+    }
 
 
 def main() -> None:
