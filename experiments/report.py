@@ -145,6 +145,12 @@ def natural(setting: str) -> list[object]:
     ]
 
 
+def in_order(settings: Iterable[str], reference: str) -> list[str]:
+    """Returns settings sorted; a reference without a number in it comes first."""
+    numbered = re.search(r"\d", reference)
+    return sorted(settings, key=lambda setting: (numbered is None and setting != reference, natural(setting)))
+
+
 def spread(values: Iterable[float]) -> float | None:
     """Returns the sample standard deviation; None for fewer than two values."""
     values = list(values)
@@ -271,7 +277,7 @@ def markdown(header: list[str], rows: list[list[str]]) -> str:
 def group_table(table: Table, columns: dict[Column, Values], floor: dict[str, float], paper: dict[str, dict[str, float]]) -> str:
     """Returns a group's table: settings down, the paper's values and ours across, the floor last."""
     shown = shown_columns(columns)
-    settings = sorted({setting for values in columns.values() for setting in values}, key=natural)
+    settings = in_order({setting for values in columns.values() for setting in values}, table.reference)
     known = [heading for heading, values in paper.items() if any(setting in values for setting in settings)]
     header = ["setting", *known, "seeds"]
     for heading, column in shown:
@@ -279,19 +285,20 @@ def group_table(table: Table, columns: dict[Column, Values], floor: dict[str, fl
     rows = []
     for setting in settings:
         seeds = {seed for _, column in shown for seed in columns[column].get(setting, {})}
-        line = [f"`{setting}`", *(number(paper[heading].get(setting)) for heading in known), str(len(seeds))]
+        theirs = [paper[heading].get(setting) for heading in known]
+        cells = [f"`{setting}`", *("" if value is None else f"{value:.2f}" for value in theirs), str(len(seeds))]
         for _, column in shown:
             values = columns[column]
-            line.append(with_spread(values[setting]) if setting in values else "")
+            cells.append(with_spread(values[setting]) if setting in values else "")
             if column.metric in ("heldout_loss", FID):
-                line.append(difference_cell(values, setting, table.reference))
-        rows.append(line)
-    line = ["floor: real images", *[""] * len(known), ""]
+                cells.append(difference_cell(values, setting, table.reference))
+        rows.append(cells)
+    cells = ["floor: real images", *[""] * len(known), ""]
     for _, column in shown:
-        line.append(number(floor.get(column.metric)))
+        cells.append(number(floor.get(column.metric)))
         if column.metric in ("heldout_loss", FID):
-            line.append("")
-    return markdown(header, [*rows, line])
+            cells.append("")
+    return markdown(header, [*rows, cells])
 
 
 def difference_cell(values: Values, setting: str, reference: str) -> str:
@@ -382,23 +389,20 @@ class Report:
         """Draws scores over settings, the paper's FID on an axis of its own."""
         shown = [("held-out loss", values) for column, values in columns.items() if column.metric == "heldout_loss"]
         shown += [(f"FID at guidance {best}", values) for column, values in columns.items() if column[:2] == (FID, best)]
-        settings = sorted({setting for _, values in shown for setting in values}, key=natural)
+        settings = in_order({setting for _, values in shown for setting in values}, table.reference)
         path = self.picture(
             table, group, "settings", "Our scores (left axes, with the seeds' spread) and the paper's FID (right axes)."
         )
-        plots.plot_settings([short(setting) for setting in settings], settings, shown, paper, path)
+        test = {heading: values for heading, values in paper.items() if "test" in heading}
+        plots.plot_settings([line(setting, "\n") for setting in settings], settings, shown, test, path)
 
     def levels_plot(self, table: Table, group: Group) -> None:
         """Draws each setting's held-out loss over the levels, relative to the reference, mean over seeds."""
         grid, curves = mean_series(self.levels, table, group, "levels", "loss")
         if table.name != "sampling_steps" and table.reference in curves and len(curves) > 1:
-            reference = curves.pop(table.reference)
-            caption = f"Held-out loss at each level over that of `{table.reference}` (mean over seeds; below 1 is better)."
-            plots.plot_level_ratios(
-                grid,
-                {short(name): curve / reference for name, curve in curves.items()},
-                self.picture(table, group, "levels", caption),
-            )
+            caption = f"Held-out loss at each level (mean over seeds), on the right over that of `{table.reference}`."
+            path = self.picture(table, group, "levels", caption)
+            plots.plot_levels(grid, {line(name): curve for name, curve in curves.items()}, line(table.reference), path)
 
     def curves_plot(self, table: Table, group: Group) -> None:
         """Draws the held-out loss over the training: of the main table, where the question is whether the baseline is done."""
@@ -408,14 +412,14 @@ class Report:
         for setting in sorted({row["setting"] for row in self.curves if row["table"] == table.name}):
             steps, losses = mean_series([row for row in self.curves if row["setting"] == setting], table, group, "step", "loss")
             if losses:
-                curves[short(setting)] = (steps / steps[-1], losses[setting])
+                curves[line(setting)] = (steps / steps[-1], losses[setting])
         if curves:
             caption = "Held-out loss (EMA weights) over the training; all settings do the same arithmetic in layers."
             plots.plot_curves(curves, self.picture(table, group, "curves", caption))
 
     def image_rows(self, table: Table, group: Group, rows: list[Row]) -> None:
         """Puts the settings' first images below each other."""
-        settings = sorted({row["setting"] for row in rows if row["setting"] != FLOOR}, key=natural)
+        settings = in_order({row["setting"] for row in rows if row["setting"] != FLOOR}, table.reference)
         found = []
         for setting in settings:
             row = {"table": table.name, **group._asdict(), "setting": setting}
@@ -431,9 +435,9 @@ class Report:
             Image.fromarray(stacked.repeat(scale, 0).repeat(scale, 1)).save(path, optimize=True)
 
 
-def short(setting: str) -> str:
-    """Returns a setting's values alone, one per line."""
-    return "\n".join(pair.partition("=")[2] for pair in setting.split())
+def line(setting: str, between: str = ", ") -> str:
+    """Returns a setting's values alone."""
+    return between.join(pair.partition("=")[2] for pair in setting.split())
 
 
 def mean_series(rows: list[Row], table: Table, group: Group, x: str, y: str) -> tuple[np.ndarray, dict[str, np.ndarray]]:
