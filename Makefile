@@ -30,8 +30,9 @@ install:
 demo: install
 	$(VENV)/bin/python main.py
 
+# Two processes, a file each at a time; the tests themselves use one thread.
 test: install
-	$(VENV)/bin/python -m pytest -q
+	$(VENV)/bin/python -m pytest -q -n 2 --dist loadfile
 
 lint: install
 	$(VENV)/bin/python -m ruff check .
