@@ -24,10 +24,18 @@ OVERLAYS = sorted(path.stem for path in (CONFIGS / "experiment").glob("*.yaml"))
 TABLES = [table.name for table in report.TABLES]
 SCALES = sorted(path.stem for path in (CONFIGS / "scale").glob("*.yaml"))
 
-# One step, ten images (the fewest that can be scored) in two sampling steps, one score of each kind.
+# One step, ten images (the fewest that can be scored) with a sampling step for each block, one score of each kind.
 SHRUNK = ("model.depth=12", "model.width=8", "model.heads=2", "train.steps=1", "train.batch_size=2", "train.sample_every=0")
-SHRUNK += ("train.precision=fp32", "train.evaluate_every=0", "sampler.num_images=10", "sampler.steps=2", "eval.guidance=[1.0]")
-SHRUNK += ("eval.loss_levels=3", "eval.loss_images=4", "eval.repeats=1", "threads=1", "log.progress=false")
+SHRUNK += ("train.precision=fp32", "train.evaluate_every=0", "sampler.num_images=10", "eval.guidance=[1.0]")
+SHRUNK += (
+    "sampler.steps=6",
+    "sampler.schedule=per_block",
+    "eval.loss_levels=3",
+    "eval.loss_images=4",
+    "eval.repeats=1",
+    "threads=1",
+    "log.progress=false",
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -49,7 +57,7 @@ def made_data(tmp_path_factory) -> dict[str, list[str]]:
     cifar, fashion = write_binary(folder / "cifar", splits(3, 32)), write_idx(folder / "fashion", splits(1, 28), zipped=False)
     return {
         "digits": [],
-        "cifar10": [f"data.path={cifar}", "eval.features=null", f"data.cache={folder / 'cache'}"],
+        "cifar10": [f"data.path={cifar}", "model.patch_size=16", "eval.features=null", f"data.cache={folder / 'cache'}"],
         "fashion": [f"data.path={fashion}", f"data.cache={folder / 'cache'}"],
     }
 
@@ -146,8 +154,9 @@ def test_matched_iterations_are_shared():
 
 def test_a_failing_run_leaves_the_others_running_and_can_be_mended(tmp_path):
     """The middle run of three finds a file where its folder should be."""
-    command = ("-m", *TINY, "model.depth=2", "partition.num_blocks=2", "train.steps=1", "seed=0,1,2", f"out={tmp_path}")
-    wanted = {seed: configuration.run_folder(resolved(*command[1:-2], f"seed={seed}", f"out={tmp_path}")) for seed in (0, 1, 2)}
+    settings = (*TINY, "model.depth=2", "partition.num_blocks=2", "train.steps=1", f"out={tmp_path}")
+    command = (*settings, "seed=0,1,2", "-m")
+    wanted = {seed: configuration.run_folder(resolved(*settings, f"seed={seed}")) for seed in (0, 1, 2)}
     wanted[1].touch()
     failed = command_line(*command, cwd=tmp_path, expect=1)
     assert "1 of 3 runs failed" in failed.stderr and "seed=1" in failed.stderr and str(wanted[1]) in failed.stderr
@@ -267,7 +276,8 @@ PAPER = {"partition.overlap=0": 45.5, "partition.overlap=0.1": 41.39, "partition
     ("ours", "words"),
     [
         ([(0.32, 0.32), (0.30, 0.30), (0.40, 0.41)], "trend appears**"),
-        ([(0.32, 0.32), (0.40, 0.41), (0.30, 0.30)], "does not appear"),
+        ([(0.32, 0.32), (0.40, 0.41), (0.30, 0.30)], "is reversed"),
+        ([(0.32, 0.32), (0.30, 0.30), (0.31, 0.31)], "appears in part"),
         ([(0.32, 0.30), (0.30, 0.32), (0.31, 0.32)], "not resolved"),
         ([(0.32,), (0.30,), (0.40,)], "not resolved"),
     ],

@@ -289,7 +289,9 @@ def test_state_of_a_block_job():
         return sum(value.numel() * value.element_size() for value in held)
 
     for num_blocks in (2, 3, 4, 6):
-        share, digits_share = (training_bytes(num_blocks, groups) / training_bytes(1, groups) for groups in (at_cifar10, at_digits))
+        share, digits_share = (
+            training_bytes(num_blocks, groups) / training_bytes(1, groups) for groups in (at_cifar10, at_digits)
+        )
         print(f"{num_blocks} blocks: {share * num_blocks:.3f}/{num_blocks} at DiT-S/2, {digits_share * num_blocks:.3f} at digits")
         assert share <= 1.1 / num_blocks
 
