@@ -112,10 +112,10 @@ def heldout(config: Config, data: ImageData, count: int) -> tuple[Tensor, Tensor
 
 
 def measure(config: Config, modules: dict[str, nn.Module], data: ImageData, hardware: Hardware) -> dict[str, Any]:
-    """Returns the held-out loss of a model in training: `integrated` over the levels, and `blocks` with each one's mean."""
+    """Returns the held-out loss of a model in training, see evaluation.summarize_loss; `blocks` has each one's mean."""
     grid, loss, owners = heldout_loss(config, data, build_model(config, modules, data.scale, hardware))
     summary = evaluation.summarize_loss(loss, grid, owners)
-    return {"integrated": summary["integrated"], "blocks": [block["loss"] for block in summary["blocks"]]}
+    return {**summary, "blocks": [block["loss"] for block in summary["blocks"]]}
 
 
 def heldout_loss(config: Config, data: ImageData, model: Model) -> tuple[LossGrid, np.ndarray, list[int]]:

@@ -28,6 +28,7 @@ from sampler import load_arrays
 from train import read_metrics
 
 RECORDS = Path(__file__).resolve().parent / "records"
+OTHERS = ("edges",)  # records that other scripts write
 FLOOR = "floor"  # the setting under which the scores of real images stand
 IMAGES = 20  # of each setting, with the same seeds and labels for all
 
@@ -79,7 +80,7 @@ class Records:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.scores = {path.stem: read_rows(path) for path in sorted(folder.glob("*.csv"))}
+        self.scores = {path.stem: read_rows(path) for path in sorted(folder.glob("*.csv")) if path.stem not in OTHERS}
         self.series = {name: self.scores.pop(name, []) for name in ("levels", "curves")}
         path = folder / "protocols.json"
         self.protocols = json.loads(path.read_text()) if path.exists() else {}
@@ -161,10 +162,7 @@ class Records:
         for name, rows in {**self.scores, **self.series}.items():
             rows.sort(key=lambda row: [str(row[key]) for key in KEY if key in row])
             if rows:
-                with open(self.folder / f"{name}.csv", "w", newline="") as file:
-                    writer = csv.DictWriter(file, COLUMNS if name in self.scores else list(rows[0]), lineterminator="\n")
-                    writer.writeheader()
-                    writer.writerows(rows)
+                write_rows(self.folder / f"{name}.csv", rows, COLUMNS if name in self.scores else tuple(rows[0]))
         used = {row["protocol"] for rows in (*self.scores.values(), *self.series.values()) for row in rows}
         kept = {key: self.protocols[key] for key in sorted(used)}
         (self.folder / "protocols.json").write_text(json.dumps(kept, indent=1) + "\n")
@@ -180,6 +178,14 @@ def read_rows(path: Path) -> list[dict[str, str]]:
     """Returns the rows of a CSV file by column name."""
     with open(path, newline="") as file:
         return list(csv.DictReader(file))
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]], columns: tuple[str, ...]) -> None:
+    """Writes a CSV file of these columns."""
+    with open(path, "w", newline="") as file:
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 def row_is(row: dict[str, Any], other: dict[str, Any], columns: Iterable[str]) -> bool:

@@ -21,6 +21,7 @@ import numpy as np
 from PIL import Image
 
 import plots
+from experiments import edges
 from experiments.collect import FLOOR, RECORDS, image_name, read_rows
 
 ROOT = Path(__file__).resolve().parent
@@ -340,6 +341,7 @@ class Report:
             path = self.records / f"{table.name}.csv"
             if path.exists():
                 self.table(table, read_rows(path))
+        self.text += edges.section(self.series("edges"))
         path = self.out / "REPORT.md"
         path.write_text("\n".join(self.text))
         return path
