@@ -28,8 +28,9 @@ def main(composed: DictConfig) -> None:
         missing = OmegaConf.missing_keys(composed)
         configuration.require(not missing, f"{', '.join(sorted(missing))} must be set")
         config = OmegaConf.to_object(composed)
-        configuration.check_typed(config, HydraConfig.get().overrides.task)
-        pipeline.run(configuration.resolve(configuration.with_trained_settings(config)))
+        typed = HydraConfig.get().overrides.task
+        configuration.check_typed(config, typed)
+        pipeline.run(configuration.resolve(configuration.with_trained_settings(config, typed)))
     except (SettingError, NonFiniteLoss) as error:
         if HydraConfig.get().mode == RunMode.MULTIRUN:
             raise  # the sweep goes on with its other runs
