@@ -97,9 +97,13 @@ def locked(folder: Path, wait: bool = False) -> Iterator[None]:
         SettingError: another process holds it.
     """
     make_folder(folder)
-    with open(folder / "lock", "w") as file:
+    try:
+        descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT)
+    except OSError as error:
+        raise SettingError(f"the run's folder {folder} cannot be locked ({error.strerror}): set out= or folder=") from None
+    with os.fdopen(descriptor):
         try:
-            fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise SettingError(f"another process works in {folder}: wait for it, or set folder= to another one") from None
         yield
@@ -131,7 +135,8 @@ def save(folder: Path, parts: dict[str, Part], description: dict[str, Any]) -> N
     """Writes a new generation with all parts, makes it the one that holds, and removes the one before.
 
     Args:
-        description: what goes into run.json beside the parts: identity, machine, data.
+        description: what goes into run.json beside the parts: identity, data, commit, machine (joined to those of earlier
+            sessions).
     """
     top = folder / "checkpoint"
     top.mkdir(parents=True, exist_ok=True)
@@ -139,6 +144,10 @@ def save(folder: Path, parts: dict[str, Part], description: dict[str, Any]) -> N
     generation = f"{sum(part.step for part in parts.values()):09d}"
     if before is not None and before["generation"] == generation:
         return  # nothing has moved since
+    machines = before["machines"] if before is not None else []
+    if description["machine"] not in machines[-1:]:
+        machines = [*machines, description["machine"]]
+    kept = {key: value for key, value in description.items() if key != "machine"}
     target, temporary = top / generation, top / f"{generation}.tmp"
     for leftover in (target, temporary):  # of a save that was cut off
         shutil.rmtree(leftover, ignore_errors=True)
@@ -152,12 +161,14 @@ def save(folder: Path, parts: dict[str, Part], description: dict[str, Any]) -> N
         torch.save(part.optimizer.state_dict(), temporary / files["optimizer"])
         described_files = {kind: described(temporary / file) for kind, file in files.items()}
         entries[name] = {"step": part.step, "seconds": round(part.seconds, 3), "files": described_files}
-    commit_generation(folder, temporary, {**description, "parts": entries})
+    commit_generation(folder, temporary, {**kept, "machines": machines, "parts": entries})
 
 
 def described(path: Path) -> dict[str, str]:
     """Returns a file's name and checksum, after it has reached the disk and can be read by others (safetensors' cannot)."""
-    path.chmod(0o644)
+    umask = os.umask(0)
+    os.umask(umask)
+    path.chmod(0o666 & ~umask)
     with open(path, "rb") as file:
         os.fsync(file.fileno())
     return {"name": path.name, "sha256": checksum(path)}
@@ -227,12 +238,12 @@ def load_model(folder: str | Path, weights: str = "ema", device: str = "auto", b
     run = read_run(folder)
     require(run is not None, f"{folder} holds no checkpoint: train first, or give the folder of a run")
     config = configuration.load_config(folder / "config.yaml")
-    hardware = set_up(device, run["machine"]["precision"], None)
+    hardware = set_up(device, run["machines"][-1]["precision"], None)
     modules = {}
     for name in run["parts"] if blocks is None else map(part_name, blocks):
         tensors = load_weights(folder, run, name, weights)
         modules[name] = build_module(config, name).eval()
-        modules[name].load_state_dict(tensors, strict=weights == "raw")  # buffers are not averaged
+        modules[name].load_state_dict(tensors)
         modules[name].to(hardware.device)
     return build_model(config, modules, run["data"]["scale"], hardware)
 
@@ -251,6 +262,18 @@ def differences(ours: Any, theirs: Any, name: str = "") -> list[str]:
     return [] if ours == theirs else [f"{name} is {ours} here and {theirs} there"]
 
 
+def comparable(identity: dict[str, Any]) -> dict[str, Any]:
+    """Returns what of a run's settings is compared.
+
+    Not where the data lie, since their fingerprint is compared, nor the precision that was asked for, since the one that was
+    used is.
+    """
+    plain = json.loads(json.dumps(identity))
+    for group, key in (("data", "path"), ("train", "precision")):
+        plain[group].pop(key, None)
+    return plain
+
+
 def check_resume(folder: Path, description: dict[str, Any]) -> list[str]:
     """Refuses to go on with a checkpoint of something else, where the folder holds one.
 
@@ -266,81 +289,96 @@ def check_resume(folder: Path, description: dict[str, Any]) -> list[str]:
     run = read_run(folder)
     if run is None:
         return []
-    ours, theirs = json.loads(json.dumps(description["identity"])), json.loads(json.dumps(run["identity"]))
+    ours, theirs = comparable(description["identity"]), comparable(run["identity"])
     more = ours["train"]["steps"] > theirs["train"]["steps"]
     if more and ours["train"]["schedule"] == "constant":
         theirs["train"]["steps"] = ours["train"]["steps"]
     found = differences({**ours, "data_found": description["data"]}, {**theirs, "data_found": run["data"]})
     require(not found, f"the checkpoint in {folder} does not fit: {'; '.join(found[:3])}. Set folder= to a new one")
-    precision = (description["machine"]["precision"], run["machine"]["precision"])
+    machine, before = description["machine"], run["machines"][-1]
     require(
-        precision[0] == precision[1],
-        f"the checkpoint in {folder} was trained in {precision[1]}, this machine chose {precision[0]}: "
-        f"set train.precision={precision[1]}",
+        machine["precision"] == before["precision"],
+        f"the checkpoint in {folder} was trained in {before['precision']}, this machine chose {machine['precision']}: "
+        f"set train.precision={before['precision']} and folder={folder}",
     )
+    draws = " (a CPU and a GPU draw other noise)" if "cpu" in (machine["device"], before["device"]) else ""
     return [
-        f"{difference}: results are the same within rounding, not to the bit"
-        for difference in differences(description["machine"], run["machine"])
+        f"{difference}{draws if difference.startswith('device') else ''}: the run goes on, but not to the bit"
+        for difference in differences(machine, before)
     ]
 
 
-def merge(folders: list[Path], target: Path, identity: dict[str, Any], blocks: list[int], force: bool) -> dict[str, Any]:
-    """Joins runs that trained different blocks of one model into one checkpoint, part by part, to the bit.
+def check_merge(
+    folders: list[Path], target: Path, identity: dict[str, Any], steps: dict[str, int], force: bool
+) -> dict[str, tuple[Path, dict[str, Any]]]:
+    """Refuses to join runs that do not make up one model.
 
     Args:
         identity: of the merged model: the same settings with train.blocks=all.
-        blocks: that the merged model must have.
+        steps: of every part that the merged model must have.
         force: join although threads, device or versions differ.
 
     Returns:
-        The merged run.json.
+        For each part the folder that owns it, and that run's run.json.
 
     Raises:
-        SettingError: a folder without checkpoint, a block missing or there twice, unfinished, or any difference in what must
-            agree, by name.
+        SettingError: a folder without checkpoint, a block missing, there twice or unfinished, a file that was changed, or any
+            difference in what must agree, by name; a target that holds a checkpoint.
     """
-    owners: dict[str, Path] = {}
-    runs: dict[Path, dict[str, Any]] = {}
+    owners: dict[str, tuple[Path, dict[str, Any]]] = {}
+    first = None
     for folder in folders:
         run = read_run(folder)
         require(run is not None, f"merge.runs: {folder} holds no checkpoint")
-        runs[folder] = run
-        theirs = json.loads(json.dumps(run["identity"]))
+        first = first or run
+        theirs = comparable(run["identity"])
         theirs["train"]["blocks"] = "all"
-        found = differences(identity, theirs)
+        found = differences(comparable(identity), theirs)
         require(not found, f"merge.runs: {folder} does not fit this configuration: {'; '.join(found[:3])}")
-        first = runs[folders[0]]
         found = differences(first["data"], run["data"], "data")
-        require(not found, f"merge.runs: {folder} and {folders[0]} differ: {'; '.join(found[:3])}")
-        found = differences(first["machine"], run["machine"])
+        require(not found, f"merge.runs: {folders[0]} and {folder} differ: {'; '.join(found[:3])}")
+        found = [difference for machine in run["machines"] for difference in differences(first["machines"][0], machine)]
         require(
             force or not found,
             f"merge.runs: {folders[0]} and {folder} were not trained alike: {'; '.join(found[:3])}; merge.force=true joins them",
         )
-        for name in run["parts"]:
-            require(name not in owners, f"merge.runs: {name} is in {owners.get(name)} and in {folder}")
-            owners[name] = folder
-    wanted = [part_name(block) for block in blocks]
-    require(sorted(owners) == sorted(wanted), f"merge.runs: the model has {', '.join(wanted)}, the runs have {', '.join(owners)}")
+        for name, part in run["parts"].items():
+            require(name not in owners, f"merge.runs: {name} is in {owners.get(name, [''])[0]} and in {folder}")
+            require(
+                name not in steps or part["step"] == steps[name],
+                f"merge.runs: {name} in {folder} has made {part['step']} of {steps.get(name)} steps: let its run finish first",
+            )
+            owners[name] = folder, run
+            for kind in part["files"]:
+                part_file(folder, run, name, kind)
+    require(sorted(owners) == sorted(steps), f"merge.runs: the model has {', '.join(steps)}, the runs have {', '.join(owners)}")
+    require(read_run(target) is None, f"{target} already holds a checkpoint: remove it or set folder= to another one")
+    return {name: owners[name] for name in steps}
 
-    before = read_run(target)
-    require(before is None, f"{target} already holds a checkpoint: remove it or set folder= to another one")
+
+def merge(owners: dict[str, tuple[Path, dict[str, Any]]], target: Path, identity: dict[str, Any]) -> None:
+    """Joins parts of different runs, as `check_merge` found them, into one checkpoint, to the bit."""
     top = target / "checkpoint"
     top.mkdir(parents=True, exist_ok=True)
-    steps = {name: runs[folder]["parts"][name]["step"] for name, folder in owners.items()}
-    temporary = top / f"{sum(steps.values()):09d}.tmp"
+    runs = [run for _, run in owners.values()]
+    total = sum(run["parts"][name]["step"] for name, (_, run) in owners.items())
+    temporary = top / f"{total:09d}.tmp"
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
     entries = {}
-    for name in wanted:
-        folder = owners[name]
+    for name, (folder, run) in owners.items():
         files = {}
-        for kind in ("weights", "optimizer"):
-            source = part_file(folder, runs[folder], name, kind)
+        for kind in run["parts"][name]["files"]:
+            source = part_file(folder, run, name, kind)
             shutil.copyfile(source, temporary / source.name)
             files[kind] = described(temporary / source.name)
-        entries[name] = {**runs[folder]["parts"][name], "files": files}
-    first = runs[folders[0]]
-    origin = {"data": first["data"], "machine": first["machine"], "merged_from": [str(folder) for folder in folders]}
-    commit_generation(target, temporary, {"identity": identity, **origin, "parts": entries})
-    return read_run(target)
+        entries[name] = {**run["parts"][name], "files": files}
+    machines = [machine for run in runs for machine in run["machines"]]
+    description = {
+        "identity": identity,
+        "data": runs[0]["data"],
+        "commit": runs[0]["commit"],
+        "machines": [machine for index, machine in enumerate(machines) if machine not in machines[:index]],
+        "merged_from": sorted({str(folder) for folder, _ in owners.values()}),
+    }
+    commit_generation(target, temporary, {**description, "parts": entries})

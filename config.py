@@ -8,11 +8,14 @@ import dataclasses
 import hashlib
 import json
 import math
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 import dblock_modules
 
@@ -150,9 +153,12 @@ class EvalConfig:
     likelihood_steps: int = 64
     features: str | None = "classifier"  # classifier | inception-v3-compat | null: no sample scores
     inception_weights: str | None = None
-    split: str = "test"  # reference images: train | test
-    guidance: list[float] | None = None  # scales that are scored one after the other; null: the sampler's
+    split: str = "test"  # reference images: train | test | both
+    guidance: list[Any] | None = (
+        None  # scored one after the other, each a scale or a list with one per block; null: the sampler's
+    )
     repeats: int = 1  # sets of samples
+    batch_size: int = 500  # of held-out images and of features
     seed: int = 0
 
 
@@ -208,11 +214,22 @@ def one_of(name: str, value: Any, allowed: tuple[str | None, ...]) -> None:
     require(value in allowed, f"{name}={value} is not one of {', '.join('null' if item is None else item for item in allowed)}")
 
 
+def above_zero(name: str, value: float) -> None:
+    """Raises SettingError unless the value is a finite number above 0."""
+    require(math.isfinite(value) and value > 0, f"{name}={value} must be a number above 0")
+
+
+def is_integer(value: Any) -> bool:
+    """Returns whether a value is a whole number and not true or false."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def at_least(name: str, value: float, low: float) -> None:
     """Raises SettingError unless the value is a finite number of at least `low`."""
     require(math.isfinite(value) and value >= low, f"{name}={value} must be at least {low:g}")
 
 
+OVERLAYS = ("paper", "match", "scale", "experiment")  # groups of configs/ that set keys of others
 # The groups that decide the trained weights.
 TRAINED = ("data", "model", "objective", "method", "partition", "train", "seed")
 
@@ -223,65 +240,76 @@ def check_typed(config: Config, overrides: list[str]) -> None:
     Args:
         overrides: as typed, `key=value`.
     """
+    kept_data = ("data.cache", "data.path")
     for override in overrides:
         key = override.partition("=")[0]
         require(key[0] not in "+~", f"{key} adds or removes a key, but the configuration is closed: write {key.lstrip('+~')}=...")
         group = key.partition(".")[0]
         require(
-            not (
-                config.mode in ("sample", "evaluate")
-                and config.folder
-                and group in (*TRAINED, "paper", "match", "scale", "experiment")
-            )
-            or key == "data.cache",
+            not (config.mode in ("sample", "evaluate") and config.folder and group in (*TRAINED, *OVERLAYS)) or key in kept_data,
             f"{key} was typed, but the model in folder={config.folder} is trained already: leave it out, the folder knows it",
         )
         require(
-            not (config.method.name == "end_to_end" and group == "partition"),
-            f"{key} has no meaning with method=end_to_end, which trains one block over all levels: leave it out",
+            not (config.method.name == "end_to_end" and group == "partition")
+            and not (config.method.name == "shallow" and group == "partition" and key != "partition.num_blocks"),
+            f"{key} has no meaning with method={config.method.name}, which has one network for all levels: leave it out",
+        )
+        require(
+            not (key == "sampler.guidance" and config.eval.guidance is not None and config.mode in ("run", "evaluate")),
+            f"sampler.guidance was typed, but eval.guidance={config.eval.guidance} names the scales that are scored: type that",
+        )
+        require(
+            not (config.mode == "merge" and group in ("sampler", "eval")),
+            f"{key} has no meaning with mode=merge, which only joins: leave it out",
         )
 
 
-def with_trained_settings(config: Config) -> Config:
-    """Returns a configuration that samples or scores `folder` with the settings that trained it."""
+def with_trained_settings(config: Config, overrides: list[str]) -> Config:
+    """Returns a configuration that samples or scores `folder` with its own settings, but for what was typed."""
     if config.mode not in ("sample", "evaluate") or config.folder is None:
         return config
-    trained = load_config(Path(config.folder) / "config.yaml")
-    settings = {name: getattr(trained, name) for name in TRAINED}
-    settings["data"] = dataclasses.replace(trained.data, cache=config.data.cache)
+    stored = load_config(Path(config.folder) / "config.yaml")
+    typed = {override.partition("=")[0] for override in overrides}
+    settings = {name: getattr(stored, name) for name in (*TRAINED, "sampler", "eval")}
+    for group in ("data", "sampler", "eval"):
+        given = {item.name: getattr(getattr(config, group), item.name) for item in dataclasses.fields(settings[group])}
+        given = {name: value for name, value in given.items() if f"{group}.{name}" in typed}
+        settings[group] = dataclasses.replace(settings[group], **given)
     return dataclasses.replace(config, **settings)
 
 
 def resolve(config: Config) -> Config:
-    """Returns the configuration with everything filled in that depends on other keys; the hash of a run is taken of this.
+    """Returns the configuration, checked, in the one form that settings of the same meaning share; a run's hash is taken of it.
 
     Raises:
         SettingError: a setting that cannot work.
     """
     config = dataclasses.replace(config)
     one_of("mode", config.mode, MODES)
-    resolve_dit(config)
-    if config.train.blocks != "all":
-        require(
-            isinstance(config.train.blocks, list) and len(config.train.blocks) > 0,
-            f"train.blocks={config.train.blocks} is neither all nor a list of blocks such as [0,2]",
-        )
-        config.train = dataclasses.replace(config.train, blocks=sorted(config.train.blocks))
-        if config.train.blocks == list(range(trained_blocks(config))):
-            config.train = dataclasses.replace(config.train, blocks="all")
+    one_of("model.name", config.model.name, ("dit",))
+    size_dit(config)
     validate(config)
+    unify(config)
     return config
 
 
-def resolve_dit(config: Config) -> None:
-    """Fills in a DiT's size, and gives one setting one name, so that tables which share it share the run."""
+def size_dit(config: Config) -> None:
+    """Fills in the depth, width and heads that a DiT's size names, and the layers of each block where their ratio is given."""
     one_of("model.size", config.model.size, tuple(SIZES))
     given = (config.model.depth, config.model.width, config.model.heads)
     depth, width, heads = (
         named if value is None else value for named, value in zip(SIZES[config.model.size], given, strict=True)
     )
     config.model = dataclasses.replace(config.model, depth=depth, width=width, heads=heads)
-    one_of("method.name", config.method.name, ("diffusion_blocks", "end_to_end", "shallow"))
+    layers = config.partition.layers
+    if layers and min(layers) >= 1 and depth % sum(layers) == 0:
+        config.partition = dataclasses.replace(config.partition, layers=[count * depth // sum(layers) for count in layers])
+
+
+def unify(config: Config) -> None:
+    """Gives settings of one meaning one form, so that tables which share a setting share the run."""
+    if config.data.path is not None and Path(config.data.path).expanduser().exists():
+        config.data = dataclasses.replace(config.data, path=str(Path(config.data.path).expanduser().resolve()))
     if config.partition.num_blocks == 1:
         config.method = MethodConfig("end_to_end")
     if config.method.name == "end_to_end":
@@ -290,17 +318,25 @@ def resolve_dit(config: Config) -> None:
         config.partition = PartitionConfig(
             "equi_probability", config.partition.num_blocks, overlap=0.0, layers=config.partition.layers
         )
-    cut = config.partition
-    if cut.layers and min(cut.layers) >= 1 and config.model.depth % sum(cut.layers) == 0:
-        layers = [count * config.model.depth // sum(cut.layers) for count in cut.layers]
-        even = len(set(layers)) == 1 and len(layers) == cut.num_blocks
-        config.partition = dataclasses.replace(cut, layers=None if even else layers)
-    if cut.name == "equi_probability":  # the blocks' masses are equal
+    if config.partition.layers is not None and len(set(config.partition.layers)) == 1:  # even, as without a list
+        config.partition = dataclasses.replace(config.partition, layers=None)
+    if config.partition.name == "equi_probability":  # the blocks' masses are equal
         config.train = dataclasses.replace(config.train, block_probability="uniform")
     if trained_blocks(config) == 1:
         config.train = dataclasses.replace(config.train, block_order="shuffled")
-    if cut.num_blocks == 1:
+    if config.partition.num_blocks == 1:
         config.train = dataclasses.replace(config.train, match="layer_work")
+    if config.train.blocks != "all":
+        owned = sorted(config.train.blocks)
+        config.train = dataclasses.replace(config.train, blocks="all" if len(owned) == trained_blocks(config) else owned)
+    config.sampler = dataclasses.replace(config.sampler, guidance=as_floats(config.sampler.guidance))
+    if config.eval.guidance is not None:
+        config.eval = dataclasses.replace(config.eval, guidance=as_floats(config.eval.guidance))
+
+
+def as_floats(value: Any) -> Any:
+    """Returns a number, or the numbers of a list, as float."""
+    return [as_floats(item) for item in value] if isinstance(value, list) else float(value)
 
 
 def trained_blocks(config: Config) -> int:
@@ -344,7 +380,7 @@ def guidance_scales(config: Config, value: Any) -> list[float]:
     count = trained_blocks(config)
     scales = list(value) if isinstance(value, list | tuple) else [value] * count
     require(
-        all(isinstance(scale, int | float) for scale in scales) and len(scales) == count,
+        all(is_integer(scale) or isinstance(scale, float) for scale in scales) and len(scales) == count,
         f"guidance={value} is neither one number nor a list with one for each of the {count} blocks",
     )
     for scale in scales:
@@ -358,6 +394,9 @@ def guidance_scales(config: Config, value: Any) -> list[float]:
 
 def validate(config: Config) -> None:
     """Refuses combinations that cannot work; what needs the data or the disk is checked where those are opened."""
+    one_of("method.name", config.method.name, ("diffusion_blocks", "end_to_end", "shallow"))
+    one_of("objective.name", config.objective.name, ("edm",))
+    one_of("partition.name", config.partition.name, ("equi_probability", "log_uniform", "uniform", "custom"))
     validate_dit(config)
     validate_training(config)
     validate_sampling(config)
@@ -384,8 +423,9 @@ def validate_dit(config: Config) -> None:
     )
     at_least("data.num_classes", config.data.num_classes, 0)
     at_least("data.channels", config.data.channels, 1)
-    for name in ("P_std", "sigma_min", "sigma_data"):
-        require(getattr(objective, name) > 0, f"objective.{name}={getattr(objective, name)} must be above 0")
+    require(math.isfinite(objective.P_mean), f"objective.P_mean={objective.P_mean} must be finite")
+    for name in ("P_std", "sigma_min", "sigma_max", "sigma_data"):
+        above_zero(f"objective.{name}", getattr(objective, name))
     require(
         objective.sigma_max > objective.sigma_min,
         f"objective.sigma_max={objective.sigma_max} must be above objective.sigma_min={objective.sigma_min}",
@@ -396,10 +436,6 @@ def validate_dit(config: Config) -> None:
     require(
         (cut.edges is not None) == (cut.name == "custom"),
         f"partition.edges belongs to partition=custom and only there, got {cut.edges} with {cut.name}",
-    )
-    require(
-        config.method.name != "shallow" or cut.layers is None,
-        f"partition.layers={cut.layers} has no meaning with method=shallow, which has one network",
     )
     try:
         layer_split(config), partition(config)
@@ -417,11 +453,14 @@ def validate_training(config: Config) -> None:
         at_least(f"train.{name}", getattr(train, name), 0)
     if train.micro_batch is not None:
         at_least("train.micro_batch", train.micro_batch, 1)
-    owned = owned_blocks(config)
-    require(
-        len(set(owned)) == len(owned) and all(isinstance(b, int) and 0 <= b < trained_blocks(config) for b in owned),
-        f"train.blocks={train.blocks} must name blocks of 0..{trained_blocks(config) - 1}, each once",
-    )
+    if train.blocks != "all":
+        listed = isinstance(train.blocks, list) and len(train.blocks) > 0
+        require(
+            listed
+            and all(is_integer(block) and 0 <= block < trained_blocks(config) for block in train.blocks)
+            and len(set(train.blocks)) == len(train.blocks),
+            f"train.blocks={train.blocks} is neither all nor a list of blocks of 0..{trained_blocks(config) - 1}, each once",
+        )
     one_of("train.block_order", train.block_order, ("shuffled", "sequential", "uniform"))
     one_of("train.match", train.match, ("layer_work", "iterations"))
     require(
@@ -431,11 +470,12 @@ def validate_training(config: Config) -> None:
     one_of("train.block_probability", train.block_probability, ("uniform", "mass"))
     one_of("train.schedule", train.schedule, ("constant", "cosine"))
     one_of("train.precision", train.precision, ("auto", "fp32", "bf16"))
-    require(train.learning_rate > 0, f"train.learning_rate={train.learning_rate} must be above 0")
+    above_zero("train.learning_rate", train.learning_rate)
     for name in ("beta1", "beta2"):
         require(0 <= getattr(train, name) < 1, f"train.{name}={getattr(train, name)} must lie in [0, 1)")
-    require(train.clip_norm is None or train.clip_norm > 0, f"train.clip_norm={train.clip_norm} must be above 0, or null")
-    require(train.ema_rampup is None or train.ema_rampup > 0, f"train.ema_rampup={train.ema_rampup} must be above 0, or null")
+    for name in ("clip_norm", "ema_rampup"):
+        if getattr(train, name) is not None:
+            above_zero(f"train.{name}", getattr(train, name))
     require(0 <= train.label_dropout < 1, f"train.label_dropout={train.label_dropout} must lie in [0, 1)")
     require(
         config.data.num_classes > 0 or train.label_dropout == 0,
@@ -452,21 +492,27 @@ def validate_sampling(config: Config) -> None:
     one_of("sampler.format", sampler.format, ("npz", "png"))
     for name in ("steps", "num_images", "batch_size"):
         at_least(f"sampler.{name}", getattr(sampler, name), 1)
-    require(sampler.rho > 0, f"sampler.rho={sampler.rho} must be above 0")
+    above_zero("sampler.rho", sampler.rho)
+    require(evaluation.guidance != [], "eval.guidance=[] names no scale: leave it null to take the sampler's")
     for value in (sampler.guidance, *(evaluation.guidance or [])):
         guidance_scales(config, value)
     if sampler.labels != "balanced":
         wanted = sampler.labels if isinstance(sampler.labels, list) else [sampler.labels]
         require(
-            len(wanted) > 0 and all(isinstance(label, int) and 0 <= label < config.data.num_classes for label in wanted),
+            len(wanted) > 0 and all(is_integer(label) and 0 <= label < config.data.num_classes for label in wanted),
             f"sampler.labels={sampler.labels} must be balanced or labels of 0..{config.data.num_classes - 1}",
         )
 
-    for name in ("loss_levels", "loss_images", "likelihood_steps", "repeats"):
+    for name in ("loss_levels", "loss_images", "repeats", "batch_size"):
         at_least(f"eval.{name}", getattr(evaluation, name), 1)
+    at_least("eval.likelihood_steps", evaluation.likelihood_steps, 2)
     at_least("eval.likelihood_images", evaluation.likelihood_images, 0)
     one_of("eval.features", evaluation.features, (None, "classifier", "inception-v3-compat"))
-    one_of("eval.split", evaluation.split, ("train", "test"))
+    one_of("eval.split", evaluation.split, ("train", "test", "both"))
+    require(
+        evaluation.inception_weights is None or evaluation.features == "inception-v3-compat",
+        f"eval.inception_weights has no meaning with eval.features={evaluation.features}: leave it out",
+    )
 
 
 def trained_identity(config: Config) -> dict[str, Any]:
@@ -504,8 +550,10 @@ CLASSES = {
 
 
 def save_config(config: Config, path: Path) -> None:
-    """Writes a resolved configuration as YAML."""
-    path.write_text(OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config))))
+    """Writes a resolved configuration as YAML, in one move."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config))))
+    os.replace(temporary, path)
 
 
 def load_config(path: Path) -> Config:
@@ -515,13 +563,14 @@ def load_config(path: Path) -> Config:
         SettingError: no such file, or keys that this code does not know.
     """
     require(path.is_file(), f"{path} is missing: a run's folder holds the configuration that trained it")
-    plain = OmegaConf.to_container(OmegaConf.load(path))
     try:
+        plain = OmegaConf.to_container(OmegaConf.load(path))
         for item in dataclasses.fields(Config):
             if item.name in CLASSES:
                 plain[item.name] = CLASSES[item.name](plain[item.name]["name"])(**plain[item.name])
             elif dataclasses.is_dataclass(item.type):
                 plain[item.name] = item.type(**plain[item.name])
         return Config(**plain)
-    except (TypeError, KeyError) as error:
-        raise SettingError(f"{path} does not fit this version of the code: {error}") from None
+    except (TypeError, KeyError, AttributeError, OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise SettingError(f"{path} is not a configuration of this version of the code: {reason}") from None

@@ -215,7 +215,7 @@ def per_block_schedule(n: int, partition: Partition, rho: float = 7.0) -> np.nda
     """Returns n levels that start at every block's upper edge, with the same number in every block.
 
     Where n does not divide, the noisiest blocks have one more. Inside a block the levels are spaced as Karras's; the lowest
-    block ends at the lowest level.
+    block ends at the lowest level if it has two or more.
     """
     counts = split_layers(n, min(n, partition.num_blocks))
     levels: list[float] = []

@@ -7,9 +7,7 @@ whose protocols differ do not belong in one column. What cannot be computed is N
 import hashlib
 import importlib.metadata
 import math
-import platform
 import statistics
-import subprocess
 import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -540,37 +538,6 @@ def _stratified(labels: np.ndarray, number: int, seed: int) -> np.ndarray:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What goes beside a number
-
-
-def environment() -> dict[str, Any]:
-    """Returns versions, processor, threads and the commit of this code (None outside git; `-dirty` with changed files)."""
-    packages = ("torch", "torchvision", "torch-fidelity", "numpy", "scipy", "scikit-learn")
-    return {
-        **{package: importlib.metadata.version(package) for package in packages},
-        "python": platform.python_version(),
-        "cpu": _cpu(),
-        "threads": torch.get_num_threads(),
-        "commit": _commit(Path(__file__).resolve().parent),
-    }
-
-
-def _cpu() -> str:
-    """Returns the processor's model name as Linux tells it, elsewhere what the platform says."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
-def _commit(folder: Path) -> str | None:
-    try:
-        head, changes = (
-            subprocess.run(["git", "-C", str(folder), *command], capture_output=True, text=True, check=True).stdout.strip()
-            for command in (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return head + ("-dirty" if changes else "")
 
 
 def repeat_summary(values: Sequence[float]) -> dict[str, Any]:

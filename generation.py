@@ -18,6 +18,7 @@ import plots
 import sampler
 from config import Config, SamplerConfig, digest, require
 from data import BatchSource, ImageData
+from dblock_modules import karras_schedule
 from evaluation import LossGrid
 from hardware import Hardware
 from model import Model, build_model, build_objective
@@ -99,9 +100,12 @@ def evaluate(
     if config.eval.likelihood_images:
         results.append(likelihood_result(config, data, model))
     if config.eval.features is not None:
-        results += sample_results(config, data, model, weights, folder, hardware)
-        floor = evaluation.floor_scores(data, num_samples=config.sampler.num_images, **feature_settings(config, hardware))
-        results.append({"kind": "floor", "title": "floor", **floor})
+        for split in ("train", "test") if config.eval.split == "both" else (config.eval.split,):
+            for guidance in config.eval.guidance or [config.sampler.guidance]:
+                results.append(sample_result(config, data, model, weights, folder, hardware, split, guidance))
+            settings = feature_settings(config, hardware)
+            floor = evaluation.floor_scores(data, split=split, num_samples=config.sampler.num_images, **settings)
+            results.append({"kind": "floor", "title": f"floor, {split}", **floor})
     return results
 
 
@@ -109,6 +113,11 @@ def heldout(config: Config, data: ImageData, count: int) -> tuple[Tensor, Tensor
     """Returns the first held-out images in model units and their labels (None for an unconditional model)."""
     x = data.normalize(torch.from_numpy(data.test.images[:count].copy()))
     return x, torch.from_numpy(data.test.labels[:count].copy()) if config.data.num_classes else None
+
+
+def labelled(model: Model) -> evaluation.Denoise:
+    """Returns D(z, sigma, labels) of a model without guidance, as the scores ask for it."""
+    return lambda z, sigma, labels: model.denoiser(labels)(z, sigma)
 
 
 def measure(config: Config, modules: dict[str, nn.Module], data: ImageData, hardware: Hardware) -> dict[str, Any]:
@@ -128,12 +137,8 @@ def heldout_loss(config: Config, data: ImageData, model: Model) -> tuple[LossGri
     x, labels = heldout(config, data, settings.loss_images)
     x, labels = x.to(model.device), None if labels is None else labels.to(model.device)
     grid = evaluation.loss_grid(objective.distribution, settings.loss_levels)
-
-    def denoise(z: Tensor, sigma: float, y: Tensor | None) -> Tensor:
-        return model.denoiser(y)(z, sigma)
-
     loss = evaluation.heldout_loss(
-        denoise, x, labels, grid, sigma_data=objective.sigma_data, batch_size=config.sampler.batch_size, seed=settings.seed
+        labelled(model), x, labels, grid, sigma_data=objective.sigma_data, batch_size=settings.batch_size, seed=settings.seed
     )
     return grid, loss, [objective.partition.block_of(level) for level in grid.levels]
 
@@ -164,58 +169,65 @@ def likelihood_result(config: Config, data: ImageData, model: Model) -> dict[str
     settings = config.eval
     x, labels = heldout(config, data, settings.likelihood_images)
     x, labels = x.to(model.device), None if labels is None else labels.to(model.device)
-    schedule = sampler.model_schedule(model, dataclasses.replace(config.sampler, steps=settings.likelihood_steps))[::-1].copy()
-
-    def denoise(z: Tensor, sigma: float, y: Tensor | None) -> Tensor:
-        return model.denoiser(y)(z, sigma)
-
-    found = evaluation.log_likelihood(denoise, x, labels, schedule, batch_size=config.sampler.batch_size)
+    levels = model.objective.distribution
+    schedule = karras_schedule(settings.likelihood_steps, levels.minimum, levels.maximum)
+    found = evaluation.log_likelihood(labelled(model), x, labels, schedule, batch_size=settings.batch_size)
     return {
         "kind": "likelihood",
         "title": "likelihood",
         "scores": {"nats": float(found.nats.mean()), "bits_per_dimension": float(found.bits_per_dimension.mean())},
-        "protocol": {**evaluation.LIKELIHOOD_PROTOCOL, "images": len(x), "split": "test", "steps": settings.likelihood_steps},
+        "protocol": {
+            **evaluation.LIKELIHOOD_PROTOCOL,
+            "images": len(x),
+            "split": "test",
+            "schedule": "karras",
+            "steps": settings.likelihood_steps,
+        },
     }
 
 
 def feature_settings(config: Config, hardware: Hardware) -> dict[str, Any]:
-    """Returns the arguments that sample_scores and floor_scores share."""
+    """Returns the arguments that sample_scores and floor_scores share, but for the split."""
     return {
-        "split": config.eval.split,
         "features": config.eval.features,
         "inception_weights": config.eval.inception_weights,
-        "batch_size": config.sampler.batch_size,
+        "batch_size": config.eval.batch_size,
         "device": hardware.device,
         "seed": config.eval.seed,
     }
 
 
-def sample_results(
-    config: Config, data: ImageData, model: Model, weights: dict[str, Any], folder: Path, hardware: Hardware
-) -> list[dict[str, Any]]:
-    """Scores of samples, one result per guidance scale, over eval.repeats sets of samples."""
-    results = []
-    for guidance in config.eval.guidance or [config.sampler.guidance]:
-        sets = []
-        for repeat in range(config.eval.repeats):
-            settings = dataclasses.replace(config.sampler, guidance=guidance, seed=config.sampler.seed + repeat)
-            path = sample(config, model, weights, folder, settings)
-            images, labels = sampler.load_arrays(path)
-            scored = evaluation.sample_scores(images, labels if len(labels) else None, data, **feature_settings(config, hardware))
-            sets.append({**scored, "images": str(path.parent.relative_to(folder))})
-        names = [name for name in sets[0]["scores"] if all(one["scores"][name] is not None for one in sets)]
-        results.append(
-            {
-                "kind": "samples",
-                "title": f"guidance {guidance}",
-                "scores": {name: evaluation.repeat_summary([one["scores"][name] for one in sets]) for name in names},
-                "sets": [{"scores": one["scores"], "images": one["images"]} for one in sets],
-                "protocol": {
-                    **sets[0]["protocol"],
-                    "sampler": dataclasses.asdict(dataclasses.replace(config.sampler, guidance=guidance)),
-                    "visits": json.loads((folder / sets[0]["images"] / "protocol.json").read_text())["visits"],
-                    "repeats": config.eval.repeats,
-                },
-            }
+def sample_result(
+    config: Config,
+    data: ImageData,
+    model: Model,
+    weights: dict[str, Any],
+    folder: Path,
+    hardware: Hardware,
+    split: str,
+    guidance: float | list[float],
+) -> dict[str, Any]:
+    """Scores samples at one guidance against one split, over eval.repeats sets of samples."""
+    sets = []
+    for repeat in range(config.eval.repeats):
+        settings = dataclasses.replace(config.sampler, guidance=guidance, seed=config.sampler.seed + repeat)
+        path = sample(config, model, weights, folder, settings)
+        images, labels = sampler.load_arrays(path)
+        scored = evaluation.sample_scores(
+            images, labels if len(labels) else None, data, split=split, **feature_settings(config, hardware)
         )
-    return results
+        drawn = json.loads((path.parent / "protocol.json").read_text())
+        sets.append({**scored, "images": str(path.parent.relative_to(folder)), "drawn_by": drawn["environment"]})
+    names = [name for name in sets[0]["scores"] if all(one["scores"][name] is not None for one in sets)]
+    return {
+        "kind": "samples",
+        "title": f"guidance {guidance}, {split}",
+        "scores": {name: evaluation.repeat_summary([one["scores"][name] for one in sets]) for name in names},
+        "sets": [{key: one[key] for key in ("scores", "images", "drawn_by")} for one in sets],
+        "protocol": {
+            **sets[0]["protocol"],
+            "sampler": dataclasses.asdict(dataclasses.replace(config.sampler, guidance=guidance)),
+            "visits": drawn["visits"],
+            "repeats": config.eval.repeats,
+        },
+    }

@@ -1,7 +1,12 @@
-"""The machine: device, threads, precision. The only place where numerics are switched."""
+"""The machine: device, threads, precision, versions. The only place where numerics are switched."""
 
+import importlib.metadata
+import platform
+import subprocess
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -46,8 +51,6 @@ def set_up(device: str, precision: str, threads: int | None) -> Hardware:
     """
     if threads is not None:
         torch.set_num_threads(threads)
-    torch.set_float32_matmul_precision("high")  # TF32 where the GPU has it; no effect on a CPU
-    torch.backends.cudnn.allow_tf32 = True
     try:
         chosen = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
     except RuntimeError:
@@ -56,6 +59,40 @@ def set_up(device: str, precision: str, threads: int | None) -> Hardware:
     if chosen.type == "cuda":
         count = torch.cuda.device_count()
         require((chosen.index or 0) < count, f"device={device} is not there: this machine shows {count} CUDA devices")
+        torch.cuda.set_device(chosen)  # libraries that say `.cuda()` follow
+        torch.set_float32_matmul_precision("high")  # fp32 on a GPU means TF32 products
+        torch.backends.cudnn.allow_tf32 = True
     if precision == "auto":
         precision = "bf16" if has_bf16(chosen) else "fp32"
     return Hardware(chosen, precision, torch.get_num_threads())
+
+
+def environment() -> dict[str, Any]:
+    """Returns versions, processor, threads and the commit of this code (None outside git; `-dirty` with changed files)."""
+    packages = ("torch", "torchvision", "torch-fidelity", "numpy", "scipy", "scikit-learn")
+    return {
+        **{package: importlib.metadata.version(package) for package in packages},
+        "python": platform.python_version(),
+        "cpu": _cpu(),
+        "threads": torch.get_num_threads(),
+        "commit": _commit(Path(__file__).resolve().parent),
+    }
+
+
+def _cpu() -> str:
+    """Returns the processor's model name as Linux tells it, elsewhere what the platform says."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _commit(folder: Path) -> str | None:
+    try:
+        head, changes = (
+            subprocess.run(["git", "-C", str(folder), *command], capture_output=True, text=True, check=True).stdout.strip()
+            for command in (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return head + ("-dirty" if changes else "")

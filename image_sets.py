@@ -21,6 +21,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -660,7 +661,10 @@ def crop(image: Image.Image, size: int) -> Image.Image:
 
 
 def _std(counts: np.ndarray) -> float:
-    """Returns the standard deviation of pixels / 127.5 - 1 from how often each of the 256 values occurs."""
-    values = np.arange(256) / 127.5 - 1
-    share = counts / counts.sum()
-    return float(np.sqrt(share @ (values - share @ values) ** 2))
+    """Returns the standard deviation of pixels / 127.5 - 1 from how often each of the 256 values occurs.
+
+    In whole numbers up to the root, so that every machine measures the same bits.
+    """
+    tally = [int(count) for count in counts]
+    number, first, second = (sum(count * value**power for value, count in enumerate(tally)) for power in (0, 1, 2))
+    return math.sqrt(Fraction(number * second - first**2, number**2)) / 127.5

@@ -33,8 +33,10 @@ def main(composed: DictConfig) -> None:
         missing = OmegaConf.missing_keys(composed)
         configuration.require(not missing, f"{', '.join(sorted(missing))} must be set")
         config = OmegaConf.to_object(composed)
-        configuration.check_typed(config, HydraConfig.get().overrides.task)
-        pipeline.run(configuration.resolve(configuration.with_trained_settings(config)), asked(), wait=sweeping)
+        typed = HydraConfig.get().overrides.task
+        configuration.check_typed(config, typed)
+        settings = configuration.resolve(configuration.with_trained_settings(config, typed))
+        pipeline.run(settings, asked(), wait=sweeping)
     except (SettingError, NonFiniteLoss) as error:
         if sweeping:
             raise

@@ -14,9 +14,9 @@ from torch import nn
 
 import checkpoint
 import config as configuration
-import evaluation
 import generation
 import hardware as machine
+import plots
 import train as training
 from config import Config, SettingError, require
 from data import ImageData
@@ -39,12 +39,12 @@ def run(config: Config, asked: dict[str, Any] | None = None, wait: bool = False)
     """
     folder = configuration.run_folder(config)
     hardware = machine.set_up(config.device, config.train.precision, config.threads)
+    if config.mode == "merge":
+        merge(config, folder)
+        return folder
     check(config, folder)
     with checkpoint.locked(folder, wait):
-        if config.mode == "merge":
-            merge(config, folder)
-            return folder
-        data = KINDS[config.model.name].load(config)
+        data = None if config.mode == "sample" else KINDS[config.model.name].load(config)
         if config.mode in ("run", "train"):
             where = f"{hardware.precision} on {hardware.device}, {hardware.threads} threads"
             print(f"{folder}: {where}, data scaled by {data.scale:.4f}")
@@ -61,7 +61,7 @@ def check(config: Config, folder: Path) -> None:
             checkpoint.read_run(folder) is not None,
             f"{folder} holds no checkpoint: train with the same settings first, or set folder= to a run's folder",
         )
-    if config.mode != "merge":
+    if config.mode != "sample":
         KINDS[config.model.name].check(config)
     checkpoint.make_folder(folder)
 
@@ -94,7 +94,7 @@ def reporter(config: Config, folder: Path) -> Iterator[Callable[[dict[str, Any]]
 def train(config: Config, data: ImageData, folder: Path, hardware: Hardware) -> None:
     """Trains the job's blocks, drawing the partition first and samples at intervals."""
     kind = KINDS[config.model.name]
-    description = training.describe(config, data.fingerprint, data.scale, hardware, evaluation.environment())
+    description = training.describe(config, data.fingerprint, data.scale, hardware, machine.environment())
     for warning in checkpoint.check_resume(folder, description):
         print(f"warning: {warning}")
     for name in ("plots", "samples"):
@@ -119,20 +119,25 @@ def train(config: Config, data: ImageData, folder: Path, hardware: Hardware) -> 
 def merge(config: Config, folder: Path) -> None:
     """Joins runs that trained different blocks into the folder that one job over all blocks would have."""
     folders = [Path(path) for path in config.merge.runs]
-    identity = json.loads(json.dumps(configuration.trained_identity(config)))
-    blocks = configuration.owned_blocks(config)
-    run_file = checkpoint.merge(folders, folder, identity, blocks, config.merge.force)
-    configuration.save_config(config, folder / "config.yaml")
-    rows = [row for path in folders for row in training.read_metrics(path / "metrics.jsonl")]
-    checkpoint.write_atomically(folder / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
-    print(f"joined {', '.join(run_file['parts'])} in {folder}; mode=sample and mode=evaluate find it with the same settings")
+    identity = configuration.trained_identity(config)
+    steps = {part_name(block): count for block, count in enumerate(training.steps_per_block(config, build_objective(config)))}
+    owners = checkpoint.check_merge(folders, folder, identity, steps, config.merge.force)
+    with checkpoint.locked(folder):
+        (folder / "plots").mkdir(exist_ok=True)
+        configuration.save_config(config, folder / "config.yaml")
+        rows = [row for path in folders for row in training.read_metrics(path / "metrics.jsonl")]
+        checkpoint.write_atomically(folder / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+        KINDS[config.model.name].plot_partition(config, folder / "plots" / "partition.png")
+        plots.plot_training_loss(rows, folder / "plots" / "loss.png", len(steps))
+        checkpoint.merge(owners, folder, identity)
+    print(f"joined {', '.join(owners)} in {folder}; mode=sample and mode=evaluate find it with the same settings")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Use of a trained model
 
 
-def use(config: Config, data: ImageData, folder: Path, hardware: Hardware, asked: dict[str, Any]) -> None:
+def use(config: Config, data: ImageData | None, folder: Path, hardware: Hardware, asked: dict[str, Any]) -> None:
     """Samples from a trained model, or samples and scores it; scores that are there already are not computed again."""
     kind = KINDS[config.model.name]
     run_file = checkpoint.read_run(folder)
@@ -150,7 +155,7 @@ def use(config: Config, data: ImageData, folder: Path, hardware: Hardware, asked
             print(f"samples: {kind.sample(config, model, weights, folder, config.sampler)}")
             return
         results = kind.evaluate(config, data, model, weights, folder, hardware)
-        environment = evaluation.environment()
+        environment = {**machine.environment(), "device": hardware.name}
         for result in results:
             result["protocol"] = {**result["protocol"], **weights, "environment": environment}
             result["questions"] = [question]
@@ -168,7 +173,8 @@ def weights_protocol(config: Config, run_file: dict[str, Any]) -> dict[str, Any]
         "steps_trained": {name: part["step"] for name, part in parts.items()},
         "checksums": {name: part["files"]["weights"]["sha256"] for name, part in parts.items()},
         "trained": run_file["identity"],
-        "trained_on": run_file["machine"],
+        "trained_on": run_file["machines"],
+        "trained_at": run_file["commit"],
         "data_fingerprint": run_file["data"]["fingerprint"],
     }
 

@@ -1,4 +1,6 @@
-"""Samplers: pure functions of a denoiser, noise and a schedule. They do not know that blocks exist.
+"""Samplers, and the images that are drawn with them.
+
+A sampler is a pure function of a denoiser, noise and a schedule, and does not know that blocks exist.
 
 The probability-flow ODE is dz/dsigma = (z - D(z; sigma)) / sigma; the step from the last level to 0 returns D there, so that
 n levels are n evaluations for Euler and 2n - 1 for Heun. (Equations 3 and 4 of the paper print the opposite sign.)
@@ -23,20 +25,20 @@ import plots
 from config import SamplerConfig
 from data import to_pixels
 from dblock_modules import make_schedule, visits
+from hardware import environment
 from model import Model
 from randomness import generator
 
 Denoiser = Callable[[Tensor, float], Tensor]
 
 
-def euler(denoiser: Denoiser, noise: Tensor, schedule: np.ndarray, on_step: Callable[[], None] | None = None) -> Tensor:
+def euler(denoiser: Denoiser, noise: Tensor, schedule: np.ndarray) -> Tensor:
     """Euler steps (EDM algorithm 1 without the correction).
 
     Args:
         denoiser: D(z, sigma), shaped like z.
         noise: (N, ...) standard normal.
         schedule: decreasing levels, float64; the first scales the noise.
-        on_step: called after every step.
 
     Returns:
         (N, ...) float64, as the state is throughout.
@@ -45,12 +47,10 @@ def euler(denoiser: Denoiser, noise: Tensor, schedule: np.ndarray, on_step: Call
     for sigma, following in zip(schedule, [*schedule[1:], 0.0], strict=True):
         slope = (z - denoiser(z, float(sigma)).double()) / sigma
         z = z + (following - sigma) * slope
-        if on_step:
-            on_step()
     return z
 
 
-def heun(denoiser: Denoiser, noise: Tensor, schedule: np.ndarray, on_step: Callable[[], None] | None = None) -> Tensor:
+def heun(denoiser: Denoiser, noise: Tensor, schedule: np.ndarray) -> Tensor:
     """Heun's second-order steps, the last one to 0 Euler's (EDM algorithm 1). Arguments as for `euler`."""
     z = noise.double() * schedule[0]
     for sigma, following in zip(schedule, [*schedule[1:], 0.0], strict=True):
@@ -60,8 +60,6 @@ def heun(denoiser: Denoiser, noise: Tensor, schedule: np.ndarray, on_step: Calla
             corrected = (stepped - denoiser(stepped, float(following)).double()) / following
             stepped = z + (following - sigma) * (slope + corrected) / 2
         z = stepped
-        if on_step:
-            on_step()
     return z
 
 
@@ -105,7 +103,7 @@ def choose_labels(settings: SamplerConfig, num_classes: int, start: int, stop: i
 
 @torch.inference_mode()
 def sample_images(model: Model, settings: SamplerConfig, start: int = 0, stop: int | None = None) -> tuple[Tensor, Tensor | None]:
-    """Draws images start..stop of the set that the settings describe, in one batch.
+    """Draws images start..stop of the set that the settings describe (by default all of them), in one batch.
 
     Image i depends on the seed and i alone (but for rounding), not on the batch.
 
@@ -136,7 +134,13 @@ def write_images(model: Model, settings: SamplerConfig, folder: Path, protocol: 
     batches = folder / "batches"
     batches.mkdir(parents=True, exist_ok=True)
     schedule = model_schedule(model, settings)
-    protocol = {**protocol, "visits": visits(schedule, model.objective.partition), "schedule": schedule.tolist()}
+    # With the environment of the drawing: scores may be computed later, by other code.
+    protocol = {
+        **protocol,
+        "environment": environment(),
+        "visits": visits(schedule, model.objective.partition),
+        "schedule": schedule.tolist(),
+    }
     (folder / "protocol.json").write_text(json.dumps(protocol, indent=1) + "\n")
     files = []
     for index in tqdm(

@@ -32,7 +32,7 @@ from randomness import stream_seed
 
 
 class NonFiniteLoss(RuntimeError):
-    """A loss that is not a number or infinite; the message names block and step."""
+    """A loss or gradient that is not a number or infinite; the message names block and step."""
 
 
 class Stopped(SystemExit):
@@ -93,6 +93,12 @@ def block_shares(settings: TrainConfig, objective: Objective) -> list[float]:
     return [1 / objective.partition.num_blocks] * objective.partition.num_blocks
 
 
+def steps_per_block(config: Config, objective: Objective) -> list[int]:
+    """Returns how many steps each block makes in the whole run."""
+    shares = block_shares(config.train, objective)
+    return update_counts(config.seed, config.train.block_order, shares, configuration.total_steps(config))
+
+
 def learning_rate(settings: TrainConfig, step: int, steps: int) -> float:
     """Returns the rate of step `step` (from 0) of a block that makes `steps`: linear warm-up, then constant or cosine to 0."""
     if step < settings.warmup_steps:
@@ -147,7 +153,7 @@ def train_step(
         steps: that the block makes in all.
 
     Returns:
-        The mean loss of the batch, on the device.
+        The mean loss of the batch, on the device; not finite where a gradient is not.
     """
     started = time.perf_counter()
     step, size = trained[0].step, settings.batch_size
@@ -160,8 +166,9 @@ def train_step(
         loss.backward()
         total += loss.detach()
     for part in trained:
-        if settings.clip_norm is not None:
-            nn.utils.clip_grad_norm_(part.module.parameters(), settings.clip_norm)
+        limit = math.inf if settings.clip_norm is None else settings.clip_norm
+        norm = nn.utils.clip_grad_norm_(part.module.parameters(), limit)
+        total += 0 * norm  # a bad gradient stops the run as a bad loss does, and as late: without waiting for the device
         for group in part.optimizer.param_groups:
             group["lr"] = learning_rate(settings, step, steps)
         part.optimizer.step()
@@ -204,7 +211,9 @@ class Metrics:
         for index, loss in enumerate(losses):
             if not math.isfinite(loss):
                 at = step - len(losses) + index + 1
-                raise NonFiniteLoss(f"the loss of block {block} is {loss} at its step {at}; the last good checkpoint is kept")
+                raise NonFiniteLoss(
+                    f"the loss of block {block} or its gradient is not finite at its step {at}; the last good checkpoint is kept"
+                )
         if not losses:
             return None
         row = {"block": block, "step": step, "loss": sum(losses) / len(losses), **values}
@@ -223,17 +232,25 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 @contextmanager
 def stop_signals() -> Iterator[list[int]]:
-    """Collects SIGTERM and SIGINT (Ctrl-C) instead of dying of them, so that a checkpoint can be written first."""
+    """Collects SIGTERM and SIGINT (Ctrl-C) instead of dying of them, so that a checkpoint can be written; a second one kills."""
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield received  # signals reach the main thread alone
         return
-    before = {number: signal.signal(number, lambda n, _: received.append(n)) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    def receive(number: int, _: object) -> None:
+        received.append(number)
+        restore()
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    before = {number: signal.signal(number, receive) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield received
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        restore()
 
 
 def describe(config: Config, fingerprint: str, scale: float, hardware: Hardware, versions: dict[str, Any]) -> dict[str, Any]:
@@ -241,6 +258,7 @@ def describe(config: Config, fingerprint: str, scale: float, hardware: Hardware,
     return {
         "identity": configuration.trained_identity(config),
         "data": {"fingerprint": fingerprint, "scale": scale},
+        "commit": versions["commit"],
         "machine": {
             "precision": hardware.precision,
             "device": hardware.name,
@@ -255,7 +273,7 @@ def ema_modules(config: Config, parts: Mapping[str, Part], device: torch.device)
     modules = {}
     for name, part in parts.items():
         modules[name] = build_module(config, name).to(device).eval()
-        modules[name].load_state_dict(part.ema, strict=False)  # buffers are not averaged
+        modules[name].load_state_dict(part.ema)
     return modules
 
 
@@ -285,12 +303,15 @@ def train(
         Stopped: after SIGTERM or Ctrl-C, when the checkpoint is written.
     """
     settings = config.train
-    total = configuration.total_steps(config)
-    shares = block_shares(settings, objective)
-    steps = update_counts(config.seed, settings.block_order, shares, total)
-    order = update_order(config.seed, settings.block_order, shares, total)
+    steps = steps_per_block(config, objective)
+    order = update_order(config.seed, settings.block_order, block_shares(settings, objective), sum(steps))
     owned = configuration.owned_blocks(config)
     trained = {block: trained_parts(config, block) for block in owned}
+    configuration.require(
+        min(steps) > 0,
+        f"train.steps={settings.steps}: block {steps.index(min(steps))} would not be trained at all; take more steps, or "
+        "train.block_order=shuffled",
+    )
 
     run = checkpoint.read_run(folder)
     if run is not None and all(run["parts"][part_name(block)]["step"] == steps[block] for block in owned):
@@ -311,7 +332,7 @@ def train(
 
     def write_metrics(block: int) -> float | None:
         part = parts[part_name(block)]
-        rate = learning_rate(settings, part.step - 1, steps[block])
+        rate = learning_rate(settings, max(part.step - 1, 0), steps[block])
         return metrics.write(block, part.step, rate=rate, seconds=round(part.seconds, 3))
 
     def save() -> None:
@@ -341,16 +362,18 @@ def train(
             if own[0].step % settings.log_every == 0:
                 losses[block] = write_metrics(block)
                 bar.set_postfix_str(" ".join(f"{b}:{value:.3f}" for b, value in sorted(losses.items())))
-            if stop or done % settings.checkpoint_every == 0:
-                save()
             if stop:
-                bar.close()
-                tqdm.write(f"stopped by signal {stop[0]} after {done} steps; the same command goes on from here")
-                raise Stopped(128 + stop[0])
+                break
+            if done % settings.checkpoint_every == 0:
+                save()
             if len(owned) == len(steps):  # the model is whole
                 if settings.sample_every and done % settings.sample_every == 0:
                     draw_grid(ema_modules(config, parts, hardware.device), folder / "samples" / f"step_{done:09d}.png")
                 if settings.evaluate_every and done % settings.evaluate_every == 0:
                     measure(ema_modules(config, parts, hardware.device), done)
         save()
+        if stop:
+            bar.close()
+            tqdm.write(f"stopped by signal {stop[0]} after {done} steps; the same command goes on from here")
+            raise Stopped(128 + stop[0])
     plots.plot_training_loss(read_metrics(folder / "metrics.jsonl"), folder / "plots" / "loss.png", len(steps))

@@ -1,6 +1,7 @@
 """Checkpoints: nothing is lost, nothing is executed, what does not fit is refused by name."""
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -14,8 +15,9 @@ import config as configuration
 import train as training
 from checkpoint import check_resume, load_model, locked, read_run
 from config import SettingError
+from model import build_objective, part_name
 
-VERSIONS = dict.fromkeys(("torch", "python", "cpu"))
+VERSIONS = dict.fromkeys(("torch", "python", "cpu", "commit"))
 
 
 def description(config, data, **machine):
@@ -25,8 +27,10 @@ def description(config, data, **machine):
 
 
 def merged(folders, target, config, force=False):
-    identity = json.loads(json.dumps(configuration.trained_identity(config)))
-    return checkpoint.merge(folders, target, identity, configuration.owned_blocks(config), force)
+    identity = configuration.trained_identity(config)
+    steps = {part_name(block): count for block, count in enumerate(training.steps_per_block(config, build_objective(config)))}
+    checkpoint.merge(checkpoint.check_merge(folders, target, identity, steps, force), target, identity)
+    return read_run(target)
 
 
 @pytest.fixture(scope="module")
@@ -61,12 +65,36 @@ def test_merge_refuses_gaps_doubles_and_differences(jobs, digits, tmp_path):
     refuses("seed is 0 here and 1 there", jobs / "0", jobs / "1", tmp_path / "other_seed")
 
 
+def test_merge_refuses_what_is_not_finished(jobs, digits, tmp_path):
+    fit(make_config(train={"blocks": [2], "steps": 3}), digits, tmp_path / "short")
+    with pytest.raises(SettingError, match=r"block_2 in .* has made 3 of 4 steps|train.steps"):
+        merged([jobs / "0", jobs / "1", tmp_path / "short"], tmp_path / "target", make_config())
+    run = json.loads((tmp_path / "short" / "checkpoint" / "run.json").read_text())
+    run["identity"]["train"]["steps"] = 4  # stopped early
+    (tmp_path / "short" / "checkpoint" / "run.json").write_text(json.dumps(run))
+    with pytest.raises(SettingError, match=r"block_2 in .* has made 3 of 4 steps"):
+        merged([jobs / "0", jobs / "1", tmp_path / "short"], tmp_path / "target", make_config())
+    assert not (tmp_path / "target").exists()
+
+
+def test_merge_joins_runs_whose_data_lie_elsewhere(digits, tmp_path):
+    """Where the data lie, and whether the precision was named or found, is not what the weights depend on."""
+    for block, data, train in ((0, {"path": "/here"}, {}), (1, {"path": "/there"}, {}), (2, {}, {"precision": "auto"})):
+        config = make_config(data=data, train={**train, "blocks": [block]})
+        config.train.precision, asked = "fp32", config.train.precision
+        fit(config, digits, tmp_path / str(block))
+        run = json.loads((tmp_path / str(block) / "checkpoint" / "run.json").read_text())
+        run["identity"]["train"]["precision"] = asked
+        (tmp_path / str(block) / "checkpoint" / "run.json").write_text(json.dumps(run))
+    merged([tmp_path / str(block) for block in range(3)], tmp_path / "target", make_config())
+
+
 def test_merge_compares_threads_and_versions(jobs, tmp_path):
-    def edited(group, **values):
+    def edited(group, **values):  # a copy of job 2 whose description says something else
         target = tmp_path / "edited"
         target.mkdir(exist_ok=True)
         run = json.loads((jobs / "2" / "checkpoint" / "run.json").read_text())
-        run[group] |= values
+        (run["machines"][-1] if group == "machine" else run[group]).update(values)
         (target / "checkpoint").mkdir(exist_ok=True)
         (target / "checkpoint" / "run.json").write_text(json.dumps(run))
         link = target / "checkpoint" / run["generation"]
@@ -121,13 +149,17 @@ def test_resume_refuses_other_data_and_precision(jobs, digits):
     with pytest.raises(SettingError, match="fingerprint"):
         check_resume(jobs / "all", {**found, "data": {**found["data"], "fingerprint": "other"}})
     with pytest.raises(SettingError, match="train.precision=fp32"):
-        check_resume(jobs / "all", description(make_config(), digits, precision="bf16"))
+        check_resume(jobs / "all", description(make_config(train={"precision": "auto"}), digits, precision="bf16"))
+    asked = make_config(train={"precision": "auto"})
+    assert check_resume(jobs / "all", description(asked, digits, precision="fp32")) == []  # whether named or found
+    assert check_resume(jobs / "all", description(make_config(data={"path": "/moved"}), digits)) == []
 
 
 def test_resume_allows_what_may_change(jobs, digits):
     assert check_resume(jobs / "all", description(make_config(), digits)) == []
     warnings = check_resume(jobs / "all", description(make_config(), digits, threads=7))
     assert len(warnings) == 1 and "threads" in warnings[0]
+    assert "draw other noise" in check_resume(jobs / "all", description(make_config(), digits, device="NVIDIA"))[0]
     for groups in ({"train": {"steps": 9}}, {"train": {"log_every": 1, "checkpoint_every": 2}}, {"threads": 2, "device": "cpu"}):
         assert check_resume(jobs / "all", description(make_config(**groups), digits)) == []
 
@@ -205,9 +237,15 @@ def test_second_run_in_a_folder_is_refused(tmp_path):
         pass
 
 
-def test_files_can_be_read_by_others(jobs):
-    for path in (jobs / "all" / "checkpoint").rglob("*"):
-        assert path.is_dir() or path.stat().st_mode & 0o044 == 0o044
+def test_files_follow_the_umask(digits, tmp_path):
+    """Some libraries write files that their owner alone can read."""
+    umask = os.umask(0o027)
+    try:
+        fit(make_config(), digits, tmp_path)
+    finally:
+        os.umask(umask)
+    files = [path for path in (tmp_path / "checkpoint").rglob("*") if path.is_file()]
+    assert len(files) == 7 and {path.stat().st_mode & 0o777 for path in files} == {0o640}
 
 
 def test_only_the_job_s_blocks_are_saved(jobs):

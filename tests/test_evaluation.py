@@ -17,13 +17,13 @@ from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorIncepti
 
 import evaluation
 import features
+import hardware
 from config import SettingError
 from data import ImageData, Split, load_images
 from dblock_modules import LogNormalLevels, karras_schedule, make_partition
 from evaluation import (
     LossGrid,
     check_scores,
-    environment,
     floor_scores,
     heldout_loss,
     log_likelihood,
@@ -34,6 +34,7 @@ from evaluation import (
     summarize_loss,
 )
 from experiments.train_classifiers import accuracy, translate
+from hardware import environment
 
 FID = "frechet_inception_distance"
 S = 0.7  # standard deviation of the Gaussian data
@@ -465,7 +466,7 @@ def test_environment_names_versions_and_commit(tmp_path):
     found = environment()
     assert found["torch"] == torch.__version__.partition("+")[0] or found["torch"] == torch.__version__
     assert found["threads"] == torch.get_num_threads() and found["cpu"]
-    assert evaluation._commit(tmp_path) is None
+    assert hardware._commit(tmp_path) is None
 
 
 def test_repeats_are_summarised():

@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import os
 import shutil
+import signal
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from conftest import make_config
 import checkpoint
 import train as training
 from checkpoint import read_run
-from config import TrainConfig
+from config import SettingError, TrainConfig
 from data import BatchSource
 from hardware import Hardware
 from model import build_objective, part_name
@@ -28,7 +30,7 @@ def hardware(precision: str = "fp32") -> Hardware:
 def fit(config, data, folder, rows=None):
     """Trains in a folder and returns each part's weights, EMA, optimizer state and count."""
     machine = hardware(config.train.precision)
-    versions = dict.fromkeys(("torch", "python", "cpu"))
+    versions = dict.fromkeys(("torch", "python", "cpu", "commit"))
     description = training.describe(config, data.fingerprint, data.scale, machine, versions)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "plots").mkdir(exist_ok=True)
@@ -192,10 +194,67 @@ def test_non_finite_loss_stops_and_keeps_the_last_good(digits, tmp_path, monkeyp
         return loss * float("nan") if len(made) == 8 else loss
 
     monkeypatch.setattr(training, "train_step", poisoned)
-    with pytest.raises(training.NonFiniteLoss, match=r"block \d is nan at its step 3"):
+    with pytest.raises(training.NonFiniteLoss, match=r"block \d or its gradient is not finite at its step 3"):
         fit(make_config(train=settings), digits, tmp_path)
     assert sum(part["step"] for part in read_run(tmp_path)["parts"].values()) == 6
     assert made[7] == int(made[-1])
+
+
+@pytest.mark.parametrize("clip_norm", [None, 1.0])
+def test_non_finite_gradient_of_a_finite_loss_stops(digits, tmp_path, monkeypatch, clip_norm):
+    settings = {"checkpoint_every": 3, "log_every": 100, "clip_norm": clip_norm}
+    step, made = training.train_step, []
+
+    def poisoned(settings_, objective, source, modules, trained, *rest):
+        made.append(1)
+        if len(made) == 7:
+            parameter = next(trained[0].module.parameters())
+            handle = parameter.register_hook(lambda gradient: gradient + float("inf"))
+            loss = step(settings_, objective, source, modules, trained, *rest)
+            handle.remove()
+            return loss
+        return step(settings_, objective, source, modules, trained, *rest)
+
+    monkeypatch.setattr(training, "train_step", poisoned)
+    with pytest.raises(training.NonFiniteLoss, match="its gradient"):
+        fit(make_config(train=settings), digits, tmp_path)
+    run = read_run(tmp_path)
+    assert sum(part["step"] for part in run["parts"].values()) == 6
+    weights = checkpoint.load_weights(tmp_path, run, "block_0", "raw")
+    assert all(torch.isfinite(value).all() for value in weights.values())
+
+
+@pytest.mark.parametrize("moment", ["last step", "last save", "grid"])
+def test_signal_at_the_end_is_not_lost(digits, tmp_path, monkeypatch, moment):
+    def signal_once(name, original):
+        sent = []
+
+        def send(*arguments):
+            if not sent:
+                sent.append(os.kill(os.getpid(), signal.SIGTERM))
+            return original(*arguments)
+
+        return send
+
+    config = make_config(train={"sample_every": 12, "steps": 4})
+    if moment == "last save":
+        monkeypatch.setattr(checkpoint, "save", signal_once("save", checkpoint.save))
+    elif moment == "grid":
+        monkeypatch.setattr(training, "ema_modules", signal_once("ema_modules", training.ema_modules))
+    else:
+        monkeypatch.setattr(training, "train_step", signal_once("train_step", training.train_step))
+    with pytest.raises(SystemExit) as stopped:
+        fit(config, digits, tmp_path)
+    assert stopped.value.code == 128 + signal.SIGTERM
+    made = sum(part["step"] for part in read_run(tmp_path)["parts"].values())
+    assert made == (1 if moment == "last step" else 12)
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_block_without_steps_is_refused(digits, tmp_path):
+    config = make_config(partition={"name": "uniform"}, train={"block_order": "uniform", "block_probability": "mass"})
+    with pytest.raises(SettingError, match="would not be trained at all"):
+        fit(config, digits, tmp_path)
 
 
 def test_grids_at_intervals(digits, tmp_path):
