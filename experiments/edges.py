@@ -1,16 +1,9 @@
 """Where should the edges be? An oracle by dynamic programming, and what cheap candidates lose against it.
 
-    python -m experiments.edges --seeds 0 1 2        # on one CPU core about 20 minutes a seed; it goes on where it stopped
+    python -m experiments.edges --seeds 0 1 2 out=runs threads=1 log.progress=false train.steps=1000
 
-Blocks do not interact, so the held-out loss of a partition is a sum over its intervals, J = sum_b of the integral over I_b of
-q(sigma) l_b(sigma). One expert is trained for every interval between two levels of a grid: a network of a block's depth whose
-training distribution is cut to the interval, without overlap. Dynamic programming over their losses then gives the best edges for
-every number of blocks, and the loss of any other partition on the grid. Candidates are snapped to the grid; what their pilots
-cost in layer work is taken from their experts' steps.
-
-Two weightings q define "best", fixed beforehand: the training distribution (`p_noise`) and all levels alike in log sigma
-(`log_uniform`). Related work chooses intervals by other means: Multi-stage diffusion (arXiv 2312.09181) by clustering optimal
-denoisers, DiffPruning (2409.15557) and Blockwise Flow Matching (2510.21167) by hand or uniformly.
+On one free CPU core about 15 minutes a seed; it goes on where it stopped. ABOUT says what is done; experiments.report draws the
+tables from records/edges.csv.
 """
 
 import argparse
@@ -35,6 +28,18 @@ from evaluation import loss_grid
 from experiments.collect import RECORDS, read_rows, replace_rows, write_rows
 from randomness import generator
 from train import read_metrics
+
+ABOUT = """Blocks do not interact, so the held-out loss of a partition is a sum over its intervals, J = sum_b of the integral over
+I_b of q(sigma) l_b(sigma). One expert is trained for every interval between two levels of a grid: a network of a block's depth
+whose training distribution is cut to the interval, without overlap. Dynamic programming over their losses, averaged over seeds,
+gives the best edges for every number of blocks, and the loss of any other partition of the grid. Candidates are snapped to the
+grid; what their pilots cost in layer work is taken from their experts' steps (a tenth for each pilot, at three blocks).
+
+Two weightings q define "best", fixed beforehand: the training distribution (`p_noise`) and all levels alike in log sigma
+(`log_uniform`). Candidates: equal probability (the paper's); equal in log sigma; equal loss of a shallow pilot; equal reducible
+loss, q (l_shallow - l_deep) of two pilots; equal arc of the dynamics, p_noise sqrt(E||dD/d ln sigma||) of one pilot. Related work
+chooses intervals by other means: multi-stage diffusion (arXiv 2312.09181), DiffPruning (2409.15557), Blockwise Flow Matching
+(2510.21167)."""
 
 # The edges of equal probability for 2, 3 and 4 blocks and of log-uniform for 3 are on the grid.
 GRID = (0.002, 0.03, 0.068399, 0.134076, 0.179632, 0.3012, 0.505041, 0.676649, 1.2, 2.33921, 80.0)
@@ -222,7 +227,7 @@ def section(rows: list[dict[str, str]]) -> list[str]:
     seeds = complete_seeds(rows)
     if not seeds:
         return []
-    lines = ["## Where should the edges be?\n", __doc__.split("\n\n", 2)[2] + "\n"]
+    lines = ["## Where should the edges be?\n", f"{ABOUT}\n"]
     steps = next(row["steps"] for row in rows if row["kind"] == "expert")
     lines.append(
         f"{len(intervals())} experts of {DEPTH} layers and {steps} steps a seed, seeds {', '.join(seeds)}; edges from the grid "

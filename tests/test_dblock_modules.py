@@ -241,3 +241,12 @@ def test_bad_partitions():
     with pytest.raises(ValueError, match="is one of"):
         make_partition("equal", 2, LEVELS)
     assert make_partition("custom", 2, LEVELS, [80, 1, 0.002]).edges == (80.0, 1.0, 0.002)
+
+
+def test_weightings_meet_where_they_should():
+    """In units of 1 / sigma_data^2: SNR + 1, 1 and min(SNR, 5), with SNR = (sigma_data / sigma)^2."""
+    sigma = torch.tensor([0.002, 0.1, 0.5, 80.0], dtype=torch.float64)
+    snr = (0.5 / sigma) ** 2
+    assert (dblock.WEIGHTINGS["edm"](sigma, 0.5) / 4).tolist() == pytest.approx((snr + 1).tolist())
+    assert dblock.WEIGHTINGS["flat"](sigma, 0.5).tolist() == [4.0] * 4
+    assert dblock.WEIGHTINGS["min_snr"](sigma, 0.5).tolist() == pytest.approx([20.0, 20.0, 4.0, 4 * snr[-1].item()])

@@ -9,7 +9,7 @@ from conftest import make_config
 
 import sampler
 from config import SamplerConfig, SettingError
-from dblock_modules import edm_weight
+from dblock_modules import WEIGHTINGS
 from hardware import Hardware
 from model import Draw, build_model, build_module, build_objective, part_name
 
@@ -75,9 +75,10 @@ def test_label_dropout_has_its_rate():
     assert (build_objective(make_config(train={"label_dropout": 0.0})).drop_labels(labels, Draw(0, 0, 4000, WHOLE)) == 0).all()
 
 
-def test_weight_is_per_sample():
+@pytest.mark.parametrize("weighting", WEIGHTINGS)
+def test_weight_is_per_sample(weighting):
     """With unequal levels, mean(w_i e_i), not mean(w) mean(e): (N,) against (N, 1) would broadcast to (N, N)."""
-    objective = build_objective(make_config())
+    objective = build_objective(make_config(objective={"weighting": weighting}))
     x, z = torch.randn(5, 1, 8, 8), torch.randn(5, 1, 8, 8)
     sigma = torch.tensor([0.002, 0.02, 0.3, 5.0, 80.0], dtype=torch.float64)
 
@@ -88,7 +89,7 @@ def test_weight_is_per_sample():
     assert loss.shape == (5,) and loss.dtype == torch.float32
     for i in range(5):
         d = objective.denoise(backbone, z[i : i + 1], sigma[i : i + 1], None)
-        expected = edm_weight(sigma[i], 0.5) * (d - x[i : i + 1]).double().square().mean()
+        expected = WEIGHTINGS[weighting](sigma[i], 0.5) * (d - x[i : i + 1]).double().square().mean()
         assert float(loss[i]) == pytest.approx(float(expected), rel=1e-4)
 
 
