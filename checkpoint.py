@@ -87,8 +87,11 @@ def make_folder(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path, wait: bool = False) -> Iterator[None]:
     """Holds a run's folder; the lock goes with the process, however it ends.
+
+    Args:
+        wait: until another process lets go of the folder, instead of refusing.
 
     Raises:
         SettingError: another process holds it.
@@ -100,7 +103,7 @@ def locked(folder: Path) -> Iterator[None]:
         raise SettingError(f"the run's folder {folder} cannot be locked ({error.strerror}): set out= or folder=") from None
     with os.fdopen(descriptor):
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise SettingError(f"another process works in {folder}: wait for it, or set folder= to another one") from None
         yield

@@ -64,7 +64,7 @@ class ModelConfig:
 
 @dataclass
 class ObjectiveConfig:
-    """EDM's denoising objective: the training distribution of noise levels and the data's scale."""
+    """EDM's denoising objective: the training distribution of noise levels, the data's scale, the weight of the loss."""
 
     name: str = "edm"
     P_mean: float = -1.2
@@ -72,6 +72,7 @@ class ObjectiveConfig:
     sigma_min: float = 0.002
     sigma_max: float = 80.0
     sigma_data: float = 0.5
+    weighting: str = "edm"  # edm | flat | min_snr: in training; the held-out loss is always EDM's
 
 
 @dataclass
@@ -92,7 +93,7 @@ class PartitionConfig:
     name: str = REQUIRED
     num_blocks: int = 3
     overlap: float = 0.05
-    layers: list[int] | None = None  # layers per block, noisiest block first; null: even
+    layers: list[int] | None = None  # layers per block, noisiest block first, or their ratio; null: even
     edges: list[float] | None = None  # for `custom`: num_blocks + 1 decreasing levels
 
 
@@ -101,6 +102,7 @@ class TrainConfig:
     """One optimizer per block; steps and everything that depends on them count per block."""
 
     steps: int = 1500  # per block
+    match: str = "layer_work"  # layer_work: each block makes that many steps | iterations: the blocks share them
     batch_size: int = 64
     micro_batch: int | None = None  # gradient accumulation; null: the whole batch at once
     blocks: Any = "all"  # or a list: this job builds and trains these blocks only
@@ -121,6 +123,7 @@ class TrainConfig:
     log_every: int = 50  # steps of a block
     checkpoint_every: int = 1000  # steps of all blocks together
     sample_every: int = 1500  # steps of all blocks together; 0: never
+    evaluate_every: int = 0  # steps of all blocks together between held-out losses (EMA weights); 0: never
 
 
 @dataclass
@@ -242,7 +245,11 @@ def check_typed(config: Config, overrides: list[str]) -> None:
         require(key[0] not in "+~", f"{key} adds or removes a key, but the configuration is closed: write {key.lstrip('+~')}=...")
         group = key.partition(".")[0]
         require(
-            not (config.mode in ("sample", "evaluate") and config.folder and group in (*TRAINED, "scale", "experiment"))
+            not (
+                config.mode in ("sample", "evaluate")
+                and config.folder
+                and group in (*TRAINED, "paper", "match", "scale", "experiment")
+            )
             or key in kept_data,
             f"{key} was typed, but the model in folder={config.folder} is trained already: leave it out, the folder knows it",
         )
@@ -254,10 +261,6 @@ def check_typed(config: Config, overrides: list[str]) -> None:
         require(
             not (key == "sampler.guidance" and config.eval.guidance is not None and config.mode in ("run", "evaluate")),
             f"sampler.guidance was typed, but eval.guidance={config.eval.guidance} names the scales that are scored: type that",
-        )
-        require(
-            not (config.mode == "merge" and group in ("sampler", "eval")),
-            f"{key} has no meaning with mode=merge, which only joins: leave it out",
         )
 
 
@@ -291,13 +294,18 @@ def resolve(config: Config) -> Config:
 
 
 def size_dit(config: Config) -> None:
-    """Fills in the depth, width and heads that a DiT's size names."""
+    """Fills in the depth, width and heads that a DiT's size names, and layers that were listed as a ratio."""
     one_of("model.size", config.model.size, tuple(SIZES))
     given = (config.model.depth, config.model.width, config.model.heads)
     depth, width, heads = (
         named if value is None else value for named, value in zip(SIZES[config.model.size], given, strict=True)
     )
     config.model = dataclasses.replace(config.model, depth=depth, width=width, heads=heads)
+    cut = config.partition
+    if cut.layers and min(cut.layers) >= 1 and config.model.depth % sum(cut.layers) == 0:
+        layers = [count * config.model.depth // sum(cut.layers) for count in cut.layers]
+        even = len(set(layers)) == 1 and len(layers) == cut.num_blocks
+        config.partition = dataclasses.replace(cut, layers=None if even else layers)
 
 
 def unify(config: Config) -> None:
@@ -312,8 +320,13 @@ def unify(config: Config) -> None:
         config.partition = PartitionConfig(
             "equi_probability", config.partition.num_blocks, overlap=0.0, layers=config.partition.layers
         )
+    cut = config.partition
+    if cut.name == "equi_probability":  # the blocks' masses are equal
+        config.train = dataclasses.replace(config.train, block_probability="uniform")
     if trained_blocks(config) == 1:
         config.train = dataclasses.replace(config.train, block_order="shuffled", block_probability="uniform")
+    if cut.num_blocks == 1:
+        config.train = dataclasses.replace(config.train, match="layer_work")
     if config.train.blocks != "all":
         owned = sorted(config.train.blocks)
         config.train = dataclasses.replace(config.train, blocks="all" if len(owned) == trained_blocks(config) else owned)
@@ -345,8 +358,8 @@ def layer_split(config: Config) -> list[int]:
 
 
 def total_steps(config: Config) -> int:
-    """Returns the optimizer steps of all blocks together; the same work in layers for every method."""
-    return config.train.steps * config.partition.num_blocks
+    """Returns the optimizer steps of all blocks together; matched by layer work, every method does the same arithmetic."""
+    return config.train.steps * (config.partition.num_blocks if config.train.match == "layer_work" else 1)
 
 
 def levels(config: Config) -> dblock_modules.LogNormalLevels:
@@ -418,6 +431,7 @@ def validate_dit(config: Config) -> None:
         objective.sigma_max > objective.sigma_min,
         f"objective.sigma_max={objective.sigma_max} must be above objective.sigma_min={objective.sigma_min}",
     )
+    one_of("objective.weighting", objective.weighting, tuple(dblock_modules.WEIGHTINGS))
     at_least("partition.num_blocks", cut.num_blocks, 1)
     at_least("partition.overlap", cut.overlap, 0)
     require(
@@ -436,7 +450,7 @@ def validate_training(config: Config) -> None:
     train = config.train
     for name in ("steps", "batch_size", "log_every", "checkpoint_every"):
         at_least(f"train.{name}", getattr(train, name), 1)
-    for name in ("sample_every", "warmup_steps", "weight_decay", "ema_half_life"):
+    for name in ("sample_every", "evaluate_every", "warmup_steps", "weight_decay", "ema_half_life"):
         at_least(f"train.{name}", getattr(train, name), 0)
     if train.micro_batch is not None:
         at_least("train.micro_batch", train.micro_batch, 1)
@@ -449,6 +463,11 @@ def validate_training(config: Config) -> None:
             f"train.blocks={train.blocks} is neither all nor a list of blocks of 0..{trained_blocks(config) - 1}, each once",
         )
     one_of("train.block_order", train.block_order, ("shuffled", "sequential", "uniform"))
+    one_of("train.match", train.match, ("layer_work", "iterations"))
+    require(
+        total_steps(config) >= trained_blocks(config),
+        f"train.steps={train.steps} with train.match=iterations is less than one step for each block: give more steps",
+    )
     one_of("train.block_probability", train.block_probability, ("uniform", "mass"))
     one_of("train.schedule", train.schedule, ("constant", "cosine"))
     one_of("train.precision", train.precision, ("auto", "fp32", "bf16"))
@@ -501,8 +520,9 @@ def trained_identity(config: Config) -> dict[str, Any]:
     """Returns the settings that decide the trained weights: all but device, threads, logging and what is done afterwards."""
     plain = dataclasses.asdict(config)
     kept = {key: plain[key] for key in TRAINED}
-    for group, key in (("data", "cache"), ("train", "log_every"), ("train", "checkpoint_every"), ("train", "sample_every")):
-        del kept[group][key]
+    del kept["data"]["cache"]
+    for key in ("log_every", "checkpoint_every", "sample_every", "evaluate_every"):
+        del kept["train"][key]
     return kept
 
 

@@ -268,6 +268,26 @@ def precondition(sigma: Tensor, sigma_data: float) -> Preconditioning:
     return Preconditioning(sigma_data**2 / total, sigma * sigma_data / total.sqrt(), total.rsqrt(), sigma.log() / 4)
 
 
+MIN_SNR_GAMMA = 5.0  # Hang et al.'s choice
+
+
 def edm_weight(sigma: Tensor, sigma_data: float) -> Tensor:
     """Returns EDM's loss weight (sigma^2 + sigma_data^2) / (sigma sigma_data)^2 = 1 / c_out^2 (table 1)."""
     return (sigma**2 + sigma_data**2) / (sigma * sigma_data) ** 2
+
+
+def flat_weight(sigma: Tensor, sigma_data: float) -> Tensor:
+    """Returns 1 / sigma_data^2 for every level: EDM's weight at high noise, where the data's own scale is all there is."""
+    return torch.full_like(sigma, 1 / sigma_data**2)
+
+
+def min_snr_weight(sigma: Tensor, sigma_data: float) -> Tensor:
+    """Returns min(SNR, 5) / sigma_data^2 with SNR = (sigma_data / sigma)^2; EDM's weight is (SNR + 1) / sigma_data^2.
+
+    Source: Hang et al., arXiv 2303.09556, section 3.4, for a prediction of the clean data.
+    """
+    return ((sigma_data / sigma) ** 2).clamp(max=MIN_SNR_GAMMA) / sigma_data**2
+
+
+# Weights of the squared error of D(z; sigma), by name
+WEIGHTINGS = {"edm": edm_weight, "flat": flat_weight, "min_snr": min_snr_weight}

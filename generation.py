@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -18,6 +19,7 @@ import sampler
 from config import Config, SamplerConfig, digest, require
 from data import BatchSource, ImageData
 from dblock_modules import karras_schedule
+from evaluation import LossGrid
 from hardware import Hardware
 from model import Model, build_model, build_objective
 
@@ -118,8 +120,19 @@ def labelled(model: Model) -> evaluation.Denoise:
     return lambda z, sigma, labels: model.denoiser(labels)(z, sigma)
 
 
-def heldout_result(config: Config, data: ImageData, model: Model, folder: Path) -> dict[str, Any]:
-    """Weighted denoising loss on held-out images, on a grid of levels with the same noise for every model."""
+def measure(config: Config, modules: dict[str, nn.Module], data: ImageData, hardware: Hardware) -> dict[str, Any]:
+    """Returns the held-out loss of a model in training: `integrated` over the levels, and `blocks` with each one's mean."""
+    grid, loss, owners = heldout_loss(config, data, build_model(config, modules, data.scale, hardware))
+    summary = evaluation.summarize_loss(loss, grid, owners)
+    return {"integrated": summary["integrated"], "blocks": [block["loss"] for block in summary["blocks"]]}
+
+
+def heldout_loss(config: Config, data: ImageData, model: Model) -> tuple[LossGrid, np.ndarray, list[int]]:
+    """Weighted denoising loss on held-out images, on a grid of levels with the same noise for every model.
+
+    Returns:
+        The grid of L levels, the loss at each, (L,), and the block that owns it.
+    """
     settings, objective = config.eval, model.objective
     x, labels = heldout(config, data, settings.loss_images)
     x, labels = x.to(model.device), None if labels is None else labels.to(model.device)
@@ -127,10 +140,15 @@ def heldout_result(config: Config, data: ImageData, model: Model, folder: Path) 
     loss = evaluation.heldout_loss(
         labelled(model), x, labels, grid, sigma_data=objective.sigma_data, batch_size=settings.batch_size, seed=settings.seed
     )
-    owners = [objective.partition.block_of(level) for level in grid.levels]
+    return grid, loss, [objective.partition.block_of(level) for level in grid.levels]
+
+
+def heldout_result(config: Config, data: ImageData, model: Model, folder: Path) -> dict[str, Any]:
+    """Held-out loss by level, by block and integrated, with its plot."""
+    grid, loss, owners = heldout_loss(config, data, model)
     (folder / "plots").mkdir(exist_ok=True)
     path = folder / "plots" / "loss_by_level.png"
-    plots.plot_loss_by_level({config.method.name: (grid.levels, loss)}, objective.partition.edges, path)
+    plots.plot_loss_by_level({config.method.name: (grid.levels, loss)}, model.objective.partition.edges, path)
     return {
         "kind": "heldout_loss",
         "title": "held-out loss",
@@ -138,10 +156,10 @@ def heldout_result(config: Config, data: ImageData, model: Model, folder: Path) 
         "by_level": {"levels": grid.levels.tolist(), "mass": grid.mass.tolist(), "loss": loss.tolist()},
         "protocol": {
             "metric": "EDM-weighted squared error, mean over dimensions and images",
-            "images": len(x),
+            "images": min(config.eval.loss_images, len(data.test.images)),
             "split": "test",
-            "levels": settings.loss_levels,
-            "seed": settings.seed,
+            "levels": config.eval.loss_levels,
+            "seed": config.eval.seed,
         },
     }
 

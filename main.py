@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import hydra
 from hydra.core.config_store import ConfigStore
@@ -12,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 import config as configuration
 import pipeline
 from config import SCHEMAS, Config, SettingError
-from train import NonFiniteLoss
+from train import NonFiniteLoss, Stopped
 
 store = ConfigStore.instance()
 store.store("schema", Config)
@@ -22,7 +23,11 @@ for group, name, node in SCHEMAS:
 
 @hydra.main(config_path=str(Path(__file__).resolve().parent / "configs"), config_name="config", version_base="1.3")
 def main(composed: DictConfig) -> None:
-    """Runs one configuration: one line and a non-zero exit where a setting cannot work."""
+    """Runs one configuration: one line and a non-zero exit where a setting cannot work.
+
+    In a sweep a run that fails raises an ordinary exception, whatever it did, and the sweep goes on; a signal stops it.
+    """
+    sweeping = HydraConfig.get().mode == RunMode.MULTIRUN
     try:
         OmegaConf.resolve(composed)
         missing = OmegaConf.missing_keys(composed)
@@ -30,11 +35,26 @@ def main(composed: DictConfig) -> None:
         config = OmegaConf.to_object(composed)
         typed = HydraConfig.get().overrides.task
         configuration.check_typed(config, typed)
-        pipeline.run(configuration.resolve(configuration.with_trained_settings(config, typed)))
+        pipeline.run(configuration.resolve(configuration.with_trained_settings(config, typed)), asked(), wait=sweeping)
     except (SettingError, NonFiniteLoss) as error:
-        if HydraConfig.get().mode == RunMode.MULTIRUN:
-            raise  # the sweep goes on with its other runs
+        if sweeping:
+            raise
         sys.exit(f"error: {error}")
+    except Stopped:
+        raise
+    except SystemExit as error:
+        if sweeping:
+            raise RuntimeError(f"the run exited with {error.code}") from error
+        raise
+
+
+def asked() -> dict[str, Any]:
+    """Returns who asks for the run: the table, its scale and version, and every override, typed or from the table's sweep."""
+    choices = HydraConfig.get().runtime.choices
+    return {
+        **{group: choices[group] for group in ("experiment", "scale", "paper", "match")},
+        "overrides": list(HydraConfig.get().overrides.task),
+    }
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import config as configuration
 from config import Config
-from dblock_modules import LevelDistribution, Partition, edm_weight, precondition, sample_interval, widen_log
+from dblock_modules import WEIGHTINGS, LevelDistribution, Partition, precondition, sample_interval, widen_log
 from hardware import Hardware
 from randomness import generator, stream_seed
 from vit import DiT
@@ -53,13 +53,14 @@ class Objective(Protocol):
 
 @dataclass(frozen=True)
 class EDMObjective:
-    """Denoising of Gaussian noise under EDM's preconditioning and weight.
+    """Denoising of Gaussian noise under EDM's preconditioning.
 
     Attributes:
         distribution: training distribution of sigma.
         partition: which block owns which levels.
         overlap: the exponent gamma by which a block's training interval is widened.
         sigma_data: standard deviation of the data in model units.
+        weighting: of the loss over the levels, a name of dblock_modules.WEIGHTINGS.
         null_label: the label of no label; 0 for a model without labels.
         label_dropout: share of samples that are trained without their label.
         seed: of all draws.
@@ -69,6 +70,7 @@ class EDMObjective:
     partition: Partition
     overlap: float
     sigma_data: float
+    weighting: str
     null_label: int
     label_dropout: float
     seed: int
@@ -139,7 +141,7 @@ class EDMObjective:
     ) -> Tensor:
         """Returns the weighted squared error per sample, mean over its dimensions: (N,) float32."""
         error = (self.denoise(backbone, z, sigma, condition, autocast) - x).square().flatten(1).mean(1)  # (N,)
-        return edm_weight(sigma, self.sigma_data).float() * error
+        return WEIGHTINGS[self.weighting](sigma, self.sigma_data).float() * error
 
 
 def expand(values: Tensor, like: Tensor) -> Tensor:
@@ -259,6 +261,7 @@ def build_objective(config: Config) -> EDMObjective:
         configuration.partition(config),
         config.partition.overlap,
         config.objective.sigma_data,
+        config.objective.weighting,
         config.data.num_classes,
         config.train.label_dropout,
         config.seed,

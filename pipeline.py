@@ -27,8 +27,12 @@ from model import build_objective, part_name
 KINDS = {"dit": generation}
 
 
-def run(config: Config) -> Path:
+def run(config: Config, asked: dict[str, Any] | None = None, wait: bool = False) -> Path:
     """Runs a resolved configuration and returns the run's folder.
+
+    Args:
+        asked: which table wants the run, as main.py knows it; kept beside the scores.
+        wait: for a process that works in the folder, as in a sweep of which two settings are the same run.
 
     Raises:
         SettingError: a setting that cannot work, before any work.
@@ -39,14 +43,14 @@ def run(config: Config) -> Path:
         merge(config, folder)
         return folder
     check(config, folder)
-    with checkpoint.locked(folder):
+    with checkpoint.locked(folder, wait):
         data = None if config.mode == "sample" else KINDS[config.model.name].load(config)
         if config.mode in ("run", "train"):
             where = f"{hardware.precision} on {hardware.device}, {hardware.threads} threads"
             print(f"{folder}: {where}, data scaled by {data.scale:.4f}")
             train(config, data, folder, hardware)
         if config.mode in ("run", "sample", "evaluate"):
-            use(config, data, folder, hardware)
+            use(config, data, folder, hardware, asked or {})
     return folder
 
 
@@ -101,9 +105,15 @@ def train(config: Config, data: ImageData, folder: Path, hardware: Hardware) -> 
     def draw_grid(modules: dict[str, nn.Module], path: Path) -> None:
         kind.preview(config, modules, data.scale, hardware, path)
 
+    def measure(modules: dict[str, nn.Module], step: int) -> None:
+        curve = folder / "heldout.jsonl"
+        rows = [row for row in training.read_metrics(curve) if row["step"] < step]
+        rows.append({"step": step, **kind.measure(config, modules, data, hardware)})
+        checkpoint.write_atomically(curve, "".join(json.dumps(row) + "\n" for row in rows))
+
     with reporter(config, folder) as report:
         source = kind.source(config, data, hardware.device)
-        training.train(config, build_objective(config), source, folder, hardware, description, draw_grid, report)
+        training.train(config, build_objective(config), source, folder, hardware, description, draw_grid, measure, report)
 
 
 def merge(config: Config, folder: Path) -> None:
@@ -127,8 +137,8 @@ def merge(config: Config, folder: Path) -> None:
 # Use of a trained model
 
 
-def use(config: Config, data: ImageData | None, folder: Path, hardware: Hardware) -> None:
-    """Samples from a trained model, or samples and scores it."""
+def use(config: Config, data: ImageData | None, folder: Path, hardware: Hardware, asked: dict[str, Any]) -> None:
+    """Samples from a trained model, or samples and scores it; scores that are there already are not computed again."""
     kind = KINDS[config.model.name]
     run_file = checkpoint.read_run(folder)
     missing = sorted(set(map(part_name, range(configuration.trained_blocks(config)))) - run_file["parts"].keys())
@@ -136,16 +146,22 @@ def use(config: Config, data: ImageData | None, folder: Path, hardware: Hardware
         print(f"trained {', '.join(run_file['parts'])}; mode=merge joins it with {', '.join(missing)}")
         return
     require(not missing, f"{folder} lacks {', '.join(missing)}: join the blocks' runs by mode=merge first")
-    model = checkpoint.load_model(folder, config.sampler.weights, str(hardware.device))
     weights = weights_protocol(config, run_file)
-    if config.mode == "sample":
-        print(f"samples: {kind.sample(config, model, weights, folder, config.sampler)}")
-        return
-    results = kind.evaluate(config, data, model, weights, folder, hardware)
-    environment = {**machine.environment(), "device": hardware.name}
-    for result in results:
-        result["protocol"] = {**result["protocol"], **weights, "environment": environment}
-    write_results(folder, results)
+    question = configuration.digest([dataclasses.asdict(config.eval), dataclasses.asdict(config.sampler), weights])
+    results = [result for result in read_results(folder) if question in result["questions"]]
+    if config.mode == "sample" or not results:
+        model = checkpoint.load_model(folder, config.sampler.weights, str(hardware.device))
+        if config.mode == "sample":
+            print(f"samples: {kind.sample(config, model, weights, folder, config.sampler)}")
+            return
+        results = kind.evaluate(config, data, model, weights, folder, hardware)
+        environment = {**machine.environment(), "device": hardware.name}
+        for result in results:
+            result["protocol"] = {**result["protocol"], **weights, "environment": environment}
+            result["questions"] = [question]
+        write_results(folder, results)
+    if asked.get("experiment"):
+        write_asked(folder, {**asked, "question": question})
     print_results(results, folder)
 
 
@@ -157,19 +173,37 @@ def weights_protocol(config: Config, run_file: dict[str, Any]) -> dict[str, Any]
         "steps_trained": {name: part["step"] for name, part in parts.items()},
         "checksums": {name: part["files"]["weights"]["sha256"] for name, part in parts.items()},
         "trained": run_file["identity"],
-        "trained_on": run_file["machines"],
+        "trained_on": run_file["machines"][-1],
+        **({"machines": run_file["machines"]} if len(run_file["machines"]) > 1 else {}),
         "trained_at": run_file["commit"],
         "data_fingerprint": run_file["data"]["fingerprint"],
     }
 
 
-def write_results(folder: Path, results: list[dict[str, Any]]) -> None:
-    """Adds results to results.json; one of the same kind and protocol takes the place of the earlier one."""
+def read_results(folder: Path) -> list[dict[str, Any]]:
+    """Returns the results in results.json, of all that was asked so far."""
     path = folder / "results.json"
-    kept = json.loads(path.read_text()) if path.exists() else []
-    new = {result_key(result) for result in results}
-    rows = [result for result in kept if result_key(result) not in new] + results
-    checkpoint.write_atomically(path, json.dumps(rows, indent=1) + "\n")
+    return json.loads(path.read_text()) if path.exists() else []
+
+
+def write_results(folder: Path, results: list[dict[str, Any]]) -> None:
+    """Adds results to results.json; one of the same kind and protocol takes the earlier one's place, and its questions."""
+    new = {result_key(result): result for result in results}
+    kept = []
+    for result in read_results(folder):
+        if (key := result_key(result)) in new:
+            new[key]["questions"] += [question for question in result["questions"] if question not in new[key]["questions"]]
+        else:
+            kept.append(result)
+    checkpoint.write_atomically(folder / "results.json", json.dumps(kept + results, indent=1) + "\n")
+
+
+def write_asked(folder: Path, asked: dict[str, Any]) -> None:
+    """Adds to tables.json which table wants which of the results; experiments/collect.py makes records of these."""
+    path = folder / "tables.json"
+    known = json.loads(path.read_text()) if path.exists() else []
+    if asked not in known:
+        checkpoint.write_atomically(path, json.dumps([*known, asked], indent=1) + "\n")
 
 
 def result_key(result: dict[str, Any]) -> str:

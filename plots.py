@@ -142,6 +142,87 @@ def plot_partition(
     _save(figure, path)
 
 
+def plot_settings(
+    labels: Sequence[str],
+    settings: Sequence[str],
+    ours: Sequence[tuple[str, Mapping[str, Mapping[int, float]]]],
+    paper: Mapping[str, Mapping[str, float]],
+    path: str | Path,
+) -> None:
+    """Draws scores over the settings of a table, a panel for each of ours, the paper's on an axis of its own.
+
+    Args:
+        labels: of the settings, in their order.
+        ours: (name, setting -> seed -> value); the mean is drawn, with the range over seeds.
+        paper: name -> setting -> value; settings that are not there leave a gap.
+    """
+    figure = Figure(figsize=(1.2 + 5.4 * len(ours), 4.2), dpi=80, layout="constrained")
+    positions = np.arange(len(settings))
+    for axes, (name, values) in zip(np.atleast_1d(figure.subplots(1, len(ours))), ours, strict=True):
+        known = [i for i, setting in enumerate(settings) if setting in values]
+        runs = [list(values[settings[i]].values()) for i in known]
+        mean = np.array([np.mean(own) for own in runs])
+        reach = [
+            [m - min(own) for m, own in zip(mean, runs, strict=True)],
+            [max(own) - m for m, own in zip(mean, runs, strict=True)],
+        ]
+        axes.errorbar(known, mean, yerr=reach, marker="o", color=CURVE_COLORS[0], linewidth=1.8, capsize=3)
+        axes.set(title=f"{name} (black)", ylabel=f"ours: {name}", xlim=(-0.5, len(settings) - 0.5))
+        axes.set_xticks(positions, labels, fontsize="small", rotation=0 if len(settings) < 7 else 90)
+        axes.grid(alpha=0.3)
+        theirs = axes.twinx()
+        for index, (title, known_values) in enumerate(paper.items()):
+            points = [known_values.get(setting, math.nan) for setting in settings]
+            color, style = CURVE_COLORS[1 + index % 5], CURVE_STYLES[1 + index % 3]
+            theirs.plot(positions, points, marker="s", markersize=4, color=color, linestyle=style, linewidth=1, label=title)
+        if paper:
+            theirs.set_ylabel("the paper's FID")
+        else:
+            theirs.set_axis_off()
+    if paper:
+        figure.legend(*theirs.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize="small")
+    _save(figure, path)
+
+
+def plot_levels(levels: ArrayLike, losses: Mapping[str, np.ndarray], reference: str, path: str | Path) -> None:
+    """Draws losses over the levels, on the left as they are, on the right over those of a reference.
+
+    Args:
+        levels: (K,); losses: label -> (K,), the reference among them.
+    """
+    figure = Figure(figsize=(12, 4.2), dpi=80, layout="constrained")
+    absolute, relative = figure.subplots(1, 2)
+    for index, (label, loss) in enumerate(losses.items()):
+        color, style = CURVE_COLORS[index % len(CURVE_COLORS)], CURVE_STYLES[index // len(CURVE_COLORS) % len(CURVE_STYLES)]
+        absolute.plot(levels, loss, color=color, linestyle=style, linewidth=1.2, label=label)
+        relative.plot(levels, loss / losses[reference], color=color, linestyle=style, linewidth=1.5)
+    for axes, title in ((absolute, "Held-out loss by level"), (relative, f"over that of {reference}")):
+        axes.set(title=title, xlabel="level σ", xscale="log")
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.grid(alpha=0.3)
+    _logarithmic_loss(absolute)
+    figure.legend(*absolute.get_legend_handles_labels(), loc="outside right upper", fontsize="small")
+    _save(figure, path)
+
+
+def plot_curves(curves: Mapping[str, tuple[ArrayLike, ArrayLike]], path: str | Path) -> None:
+    """Draws held-out losses over the training.
+
+    Args:
+        curves: label -> (share of the training, loss), both (K,).
+    """
+    figure = Figure(figsize=(7, 4), dpi=80, layout="constrained")
+    axes = figure.subplots()
+    axes.set(title="Held-out loss over the training", xlabel="share of the training", ylabel="held-out loss")
+    axes.grid(alpha=0.3)
+    for index, (label, (x, loss)) in enumerate(curves.items()):
+        color, style = CURVE_COLORS[index % len(CURVE_COLORS)], CURVE_STYLES[index % len(CURVE_STYLES)]
+        axes.plot(x, loss, label=label, color=color, linestyle=style, marker=".", linewidth=1.5)
+    _logarithmic_loss(axes)
+    axes.legend()
+    _save(figure, path)
+
+
 def image_grid(images: ArrayLike | torch.Tensor, path: str | Path, columns: int | None = None, scale: int | None = None) -> None:
     """Writes a batch of images as one PNG grid, row by row, with 2 grey pixels around each image (a lone image has none).
 

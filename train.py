@@ -35,6 +35,10 @@ class NonFiniteLoss(RuntimeError):
     """A loss or gradient that is not a number or infinite; the message names block and step."""
 
 
+class Stopped(SystemExit):
+    """A signal ended the training; the checkpoint is written."""
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Which block, when: pure functions of the settings
 
@@ -281,6 +285,7 @@ def train(
     hardware: Hardware,
     description: dict[str, Any],
     draw_grid: Callable[[dict[str, nn.Module], Path], None],
+    measure: Callable[[dict[str, nn.Module], int], None],
     on_row: Callable[[dict[str, Any]], None],
 ) -> None:
     """Trains the job's blocks to their last step, from the checkpoint in `folder` if there is one.
@@ -289,12 +294,13 @@ def train(
         source: gives each step its batch.
         description: of the run, see `describe`; checkpoint.check_resume has compared it.
         draw_grid: draws samples of a whole model, given its modules with EMA weights, into a PNG, at intervals.
+        measure: scores such a model after a number of steps of all blocks together, at intervals.
         on_row: receives each row of metrics.jsonl.
 
     Raises:
         SettingError: the checkpoint has made more steps than that.
         NonFiniteLoss: a loss that is not finite.
-        SystemExit: after SIGTERM or Ctrl-C, when the checkpoint is written.
+        Stopped: after SIGTERM or Ctrl-C, when the checkpoint is written.
     """
     settings = config.train
     steps = steps_per_block(config, objective)
@@ -360,11 +366,14 @@ def train(
                 break
             if done % settings.checkpoint_every == 0:
                 save()
-            if settings.sample_every and done % settings.sample_every == 0 and len(owned) == len(steps):
-                draw_grid(ema_modules(config, parts, hardware.device), folder / "samples" / f"step_{done:09d}.png")
+            if len(owned) == len(steps):  # the model is whole
+                if settings.sample_every and done % settings.sample_every == 0:
+                    draw_grid(ema_modules(config, parts, hardware.device), folder / "samples" / f"step_{done:09d}.png")
+                if settings.evaluate_every and done % settings.evaluate_every == 0:
+                    measure(ema_modules(config, parts, hardware.device), done)
         save()
         if stop:
             bar.close()
             tqdm.write(f"stopped by signal {stop[0]} after {done} steps; the same command goes on from here")
-            raise SystemExit(128 + stop[0])
+            raise Stopped(128 + stop[0])
     plots.plot_training_loss(read_metrics(folder / "metrics.jsonl"), folder / "plots" / "loss.png", len(steps))

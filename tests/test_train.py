@@ -44,6 +44,7 @@ def fit(config, data, folder, rows=None):
         machine,
         description,
         lambda modules, path: path.touch(),
+        lambda modules, step: None,
         (rows if rows is not None else []).append,
     )
     return state(folder)

@@ -1,0 +1,209 @@
+"""Turns finished runs into records, which the report is drawn from.
+
+    python -m experiments.collect runs/*
+
+Each run knows which tables asked for it (tables.json) and what was scored (results.json). Records are only added or replaced:
+a row is what one seed scored for one setting of one table under one protocol. experiments/records/ then holds
+
+    <table>.csv      a row per score
+    levels.csv       a row per run and table: the held-out loss at every level
+    curves.csv       a row per run and table: the held-out loss during training
+    protocols.json   what each protocol's digest stands for
+    samples/         for the lowest seed of each setting, its first images as a PNG
+"""
+
+import argparse
+import csv
+import json
+import shlex
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from config import digest
+from sampler import load_arrays
+from train import read_metrics
+
+RECORDS = Path(__file__).resolve().parent / "records"
+FLOOR = "floor"  # the setting under which the scores of real images stand
+IMAGES = 20  # of each setting, with the same seeds and labels for all
+
+KEY = ("table", "scale", "paper", "match", "setting", "seed", "metric", "guidance", "protocol")
+COLUMNS = (*KEY, "value", "seconds", "command", "commit", "hardware")
+SERIES = ("table", "scale", "paper", "match", "setting", "seed", "protocol")
+METRICS = ("frechet_inception_distance", "precision", "recall", "label_accuracy", "nearest_train_distance_mean")
+
+# Typed to say where and how loudly a run works, not what it is; or columns of their own.
+PLACE = ("experiment", "scale", "paper", "match", "seed", "out", "folder", "device", "threads", "mode", "log", "data.cache")
+PLACE += ("train.log_every", "train.checkpoint_every", "train.sample_every", "train.evaluate_every", "sampler.batch_size")
+# What a protocol leaves out: what a table varies, what follows from it, and what changes rounding at most.
+VARIED = ("trained.method", "trained.partition", "trained.seed", "trained.train.block_order", "trained.train.block_probability")
+VARIED += ("trained.train.match", "trained.train.blocks", "trained.train.precision", "trained.data.path")
+VARIED += ("steps_trained", "checksums", "visits", "environment", "features_device", "sampler.batch_size")
+
+
+def is_under(key: str, names: Iterable[str]) -> bool:
+    """Returns whether a dotted key is one of the names or lies inside one."""
+    return any(key == name or key.startswith(name + ".") for name in names)
+
+
+def setting_of(overrides: list[str]) -> str:
+    """Returns what makes a run one setting of its table: what was typed or swept, without where it ran, in order of the keys."""
+    pairs = [override.partition("=") for override in overrides]
+    return " ".join(sorted(f"{key}={value}" for key, _, value in pairs if not is_under(key.lstrip("+~"), PLACE)))
+
+
+def protocol_of(result: dict[str, Any], setting: str) -> dict[str, Any]:
+    """Returns how a result was measured and on what it was trained, flat, without what the setting varies."""
+    typed = [pair.partition("=")[0] for pair in setting.split()]
+    varied = [*VARIED, *typed, *(f"trained.{key}" for key in typed)]
+    if result["kind"] == "floor":
+        varied += ["trained", "trained_on", "weights"]  # real images have no model
+    protocol = {**result["protocol"], "trained_on": {"precision": result["protocol"]["trained_on"]["precision"]}}
+    return {key: value for key, value in flatten(protocol).items() if not is_under(key, varied)}
+
+
+def flatten(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Returns nested dictionaries as one with dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, item in value.items():
+        flat |= flatten(item, f"{prefix}{key}.") if isinstance(item, dict) else {f"{prefix}{key}": item}
+    return flat
+
+
+class Records:
+    """The records of a folder, read, added to and written again."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.scores = {path.stem: read_rows(path) for path in sorted(folder.glob("*.csv"))}
+        self.series = {name: self.scores.pop(name, []) for name in ("levels", "curves")}
+        path = folder / "protocols.json"
+        self.protocols = json.loads(path.read_text()) if path.exists() else {}
+
+    def add(self, folder: Path) -> int:
+        """Adds a run's results for every table that asked for it; returns how many rows."""
+        path = folder / "tables.json"
+        if not path.exists():
+            return 0
+        results = json.loads((folder / "results.json").read_text())
+        parts = json.loads((folder / "checkpoint" / "run.json").read_text())["parts"]
+        seconds = round(sum(part["seconds"] for part in parts.values()))
+        count = 0
+        for asked in json.loads(path.read_text()):
+            for result in (result for result in results if asked["question"] in result["questions"]):
+                count += self.add_result(folder, asked, result, seconds)
+        return count
+
+    def add_result(self, folder: Path, asked: dict[str, Any], result: dict[str, Any], seconds: int) -> int:
+        """Adds one result for one table; returns how many rows."""
+        setting = setting_of(asked["overrides"])
+        protocol = protocol_of(result, setting)
+        key = digest(protocol)
+        self.protocols[key] = protocol
+        environment, machine = result["protocol"]["environment"], result["protocol"]["trained_on"]
+        common = {
+            "table": asked["experiment"],
+            **{name: asked[name] for name in ("scale", "paper", "match")},
+            "setting": setting,
+            "seed": result["protocol"]["trained"]["seed"],
+            "protocol": key,
+            "seconds": seconds,
+            "command": "python main.py " + shlex.join(own for own in asked["overrides"] if not own.startswith(("out=", "log."))),
+            "commit": (environment["commit"] or "")[:10],
+            "hardware": f"{machine['device']}: {machine['cpu']}, {machine['threads']} threads, {machine['precision']}",
+        }
+        if result["kind"] == "heldout_loss":
+            found = {("heldout_loss", ""): result["scores"]["integrated"]}
+            self.add_series("levels", common, levels=result["by_level"]["levels"], loss=result["by_level"]["loss"])
+            rows = read_metrics(folder / "heldout.jsonl")
+            if rows:
+                self.add_series("curves", common, step=[r["step"] for r in rows], loss=[r["integrated"] for r in rows])
+        elif result["kind"] == "samples":
+            guidance = result["protocol"]["sampler"]["guidance"]
+            found = {(name, guidance): result["scores"][name]["mean"] for name in METRICS if name in result["scores"]}
+            self.add_images(folder / result["sets"][0]["images"], common, guidance)
+        elif result["kind"] == "floor":
+            found = {(name, ""): result["scores"][name] for name in METRICS}
+            common |= {"setting": FLOOR, "seed": result["protocol"]["seed"], "seconds": ""}
+        else:
+            return 0
+        rows = [
+            {**common, "metric": metric, "guidance": guidance, "value": f"{value:.6g}"}
+            for (metric, guidance), value in found.items()
+            if value is not None
+        ]
+        replace_rows(self.scores.setdefault(asked["experiment"], []), rows, KEY)
+        return len(rows)
+
+    def add_series(self, name: str, common: dict[str, Any], **values: list[float]) -> None:
+        """Adds a row of numbers in order, separated by spaces."""
+        numbers = {key: " ".join(f"{value:.5g}" for value in series) for key, series in values.items()}
+        replace_rows(self.series[name], [{**{key: common[key] for key in SERIES}, **numbers}], SERIES)
+
+    def add_images(self, folder: Path, common: dict[str, Any], guidance: float) -> None:
+        """Keeps a setting's first images beside each other, without enlarging them, for the lowest seed alone."""
+        name = image_name(common, guidance)
+        seeds = [int(row["seed"]) for row in self.scores.get(common["table"], []) if row_is(row, common, SERIES[:5])]
+        if seeds and min(seeds) < common["seed"]:
+            return
+        images, _ = load_arrays(folder / "samples.npz")
+        strip = np.concatenate(list(images[:IMAGES].transpose(0, 2, 3, 1)), axis=1)  # (H, IMAGES W, C)
+        (self.folder / "samples").mkdir(parents=True, exist_ok=True)
+        Image.fromarray(strip.squeeze(-1) if strip.shape[-1] == 1 else strip).save(self.folder / "samples" / name, optimize=True)
+
+    def write(self) -> None:
+        """Writes all records, in an order of their own, so that git shows what was added."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for name, rows in {**self.scores, **self.series}.items():
+            rows.sort(key=lambda row: [str(row[key]) for key in KEY if key in row])
+            if rows:
+                with open(self.folder / f"{name}.csv", "w", newline="") as file:
+                    writer = csv.DictWriter(file, COLUMNS if name in self.scores else list(rows[0]), lineterminator="\n")
+                    writer.writeheader()
+                    writer.writerows(rows)
+        used = {row["protocol"] for rows in (*self.scores.values(), *self.series.values()) for row in rows}
+        kept = {key: self.protocols[key] for key in sorted(used)}
+        (self.folder / "protocols.json").write_text(json.dumps(kept, indent=1) + "\n")
+
+
+def image_name(row: dict[str, Any], guidance: float) -> str:
+    """Returns the file in which a setting's first images are kept."""
+    setting = digest([row["setting"], str(guidance)], 8)
+    return "_".join([row["table"], row["scale"], row["paper"], row["match"], setting]) + ".png"
+
+
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """Returns the rows of a CSV file by column name."""
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def row_is(row: dict[str, Any], other: dict[str, Any], columns: Iterable[str]) -> bool:
+    """Returns whether two rows agree in some columns, read from a file or not."""
+    return all(str(row[column]) == str(other[column]) for column in columns)
+
+
+def replace_rows(rows: list[dict[str, Any]], new: list[dict[str, Any]], key: tuple[str, ...]) -> None:
+    """Adds rows in place; one with the same key takes the earlier one's place."""
+    keys = {tuple(str(row[column]) for column in key) for row in new}
+    rows[:] = [row for row in rows if tuple(str(row[column]) for column in key) not in keys] + new
+
+
+def main() -> None:
+    """Adds the runs that were named and says how many rows they gave."""
+    parser = argparse.ArgumentParser(description="Turn finished runs into records.")
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder")
+    parser.add_argument("--records", type=Path, default=RECORDS, help="folder of the records (default: %(default)s)")
+    arguments = parser.parse_args()
+    records = Records(arguments.records)
+    counts = {folder: records.add(folder) for folder in arguments.runs}
+    records.write()
+    print(f"{sum(counts.values())} rows of {sum(count > 0 for count in counts.values())} runs in {arguments.records}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,306 @@
+"""The paper's tables: every overlay at every scale, sweeps that survive a failing run, records and the report."""
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from conftest import ROOT, TINY, command_line
+from hydra import compose, initialize_config_dir
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
+from test_data import write_binary, write_idx
+
+import config as configuration
+import main
+import pipeline
+from experiments import collect, report
+
+CONFIGS = ROOT / "configs"
+OVERLAYS = sorted(path.stem for path in (CONFIGS / "experiment").glob("*.yaml"))
+TABLES = [table.name for table in report.TABLES]
+SCALES = sorted(path.stem for path in (CONFIGS / "scale").glob("*.yaml"))
+
+# One step, ten images (the fewest that can be scored) with a sampling step for each block, one score of each kind.
+SHRUNK = ("model.depth=12", "model.width=8", "model.heads=2", "train.steps=1", "train.batch_size=2", "train.sample_every=0")
+SHRUNK += ("train.precision=fp32", "train.evaluate_every=0", "sampler.num_images=10", "eval.guidance=[1.0]")
+SHRUNK += (
+    "sampler.steps=6",
+    "sampler.schedule=per_block",
+    "eval.loss_levels=3",
+    "eval.loss_images=4",
+    "eval.repeats=1",
+    "threads=1",
+    "log.progress=false",
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def configs():
+    assert main.store.list("data")  # importing main registers the schema
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def made_data(tmp_path_factory) -> dict[str, list[str]]:
+    """Overrides that put each scale on small made data; digits need none."""
+    random, folder = np.random.default_rng(0), tmp_path_factory.mktemp("made")
+
+    def splits(channels: int, size: int) -> dict:
+        shape = (20, channels, size, size)
+        return {name: (random.integers(0, 256, shape, dtype=np.uint8), np.arange(20) % 10) for name in ("train", "test")}
+
+    cifar, fashion = write_binary(folder / "cifar", splits(3, 32)), write_idx(folder / "fashion", splits(1, 28), zipped=False)
+    return {
+        "digits": [],
+        "cifar10": [f"data.path={cifar}", "model.patch_size=16", "eval.features=null", f"data.cache={folder / 'cache'}"],
+        "fashion": [f"data.path={fashion}", f"data.cache={folder / 'cache'}"],
+    }
+
+
+def settings_of(*overrides: str) -> list[list[str]]:
+    """Returns the overrides that the sweep of an overlay gives each of its runs."""
+    params = compose("config", list(overrides), return_hydra_config=True).hydra.sweeper.params or {}
+    swept = OverridesParser.create().parse_overrides([f"{key}={value}" for key, value in params.items()])
+    return BasicSweeper.split_arguments(swept, None)[0]
+
+
+def resolved(*overrides: str) -> configuration.Config:
+    composed = compose("config", list(overrides))
+    OmegaConf.resolve(composed)
+    return configuration.resolve(OmegaConf.to_object(composed))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Overlays
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_every_overlay_runs_at_every_scale(scale, made_data, tmp_path):
+    """The last setting of each table runs one step, one set of images and one score."""
+    for table in TABLES:
+        overrides = [f"experiment={table}", f"scale={scale}"]
+        setting = settings_of(*overrides)[-1]
+        config = resolved(*overrides, *setting, *SHRUNK, *made_data[scale], f"out={tmp_path}")
+        folder = pipeline.run(config, {"experiment": table})
+        kinds = {result["kind"] for result in json.loads((folder / "results.json").read_text())}
+        assert kinds == ({"heldout_loss"} if config.eval.features is None else {"heldout_loss", "samples", "floor"})
+
+
+@pytest.mark.parametrize("paper", ["v1", "v4"])
+@pytest.mark.parametrize("table", TABLES)
+def test_every_setting_of_every_table_is_valid(table, paper):
+    if (table, paper) == ("layers", "v1"):
+        return  # version 1 has 4 blocks and no such table
+    overrides = [f"experiment={table}", f"paper={paper}"]
+    settings = settings_of(*overrides)
+    runs = [resolved(*overrides, *setting) for setting in settings]
+    assert len(runs) == len({tuple(setting) for setting in settings}) > 1
+
+
+def test_overlays_start_with_command_hardware_and_duration():
+    for table in TABLES:
+        lines = (CONFIGS / "experiment" / f"{table}.yaml").read_text().splitlines()
+        assert lines[1].startswith(f"# python main.py -m experiment={table} "), table
+        head = " ".join(lines[: next(i for i, line in enumerate(lines) if not line.startswith("#"))])
+        assert "core" in head and ("minutes" in head or "hours" in head) and "Expect" in head, table
+
+
+def test_versions_differ_where_the_paper_says():
+    for paper, blocks, overlap, ablation in (("v1", 4, 0.1, 0.1), ("v4", 3, 0.05, 0.0)):
+        cut = resolved(f"paper={paper}").partition
+        assert (cut.num_blocks, cut.overlap) == (blocks, overlap)
+        assert resolved(f"paper={paper}", "experiment=num_blocks").partition.overlap == ablation
+        assert resolved(f"paper={paper}", "experiment=partition").partition.overlap == 0.0
+
+
+def test_tables_share_runs():
+    """A setting that two tables have is one run."""
+
+    def folder(*overrides: str):
+        return configuration.run_folder(resolved(*overrides))
+
+    equal = folder("experiment=partition", "partition=equi_probability", "train.block_probability=uniform")
+    assert equal == folder("experiment=partition", "partition=equi_probability", "train.block_probability=mass")
+    assert equal == folder("experiment=num_blocks", "partition.num_blocks=3")
+    assert equal == folder("experiment=layers", "partition=equi_probability", "partition.layers=[4,4,4]")
+    assert equal == folder("experiment=weighting", "objective.weighting=edm", "partition=equi_probability")
+    assert equal != folder("experiment=main")
+    assert folder("experiment=main", "method=end_to_end") == folder("experiment=num_blocks", "partition.num_blocks=1", "paper=v1")
+    assert folder("method=end_to_end", "match=iterations") == folder("method=end_to_end")
+
+
+def test_layers_are_a_ratio():
+    assert resolved("partition.layers=[3,6,3]", "model=dit_l2", "data=cifar10").partition.layers == [6, 12, 6]
+    with pytest.raises(configuration.SettingError, match="sum to the depth"):
+        resolved("partition.layers=[3,6,4]")
+
+
+def test_matched_iterations_are_shared():
+    assert configuration.total_steps(resolved("train.steps=100")) == 300
+    assert configuration.total_steps(resolved("train.steps=100", "match=iterations")) == 100
+    assert configuration.total_steps(resolved("train.steps=100", "method=shallow")) == 300
+    with pytest.raises(configuration.SettingError, match="match=iterations"):
+        resolved("train.steps=2", "match=iterations")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sweeps
+
+
+def test_a_failing_run_leaves_the_others_running_and_can_be_mended(tmp_path):
+    """The middle run of three finds a file where its folder should be."""
+    settings = (*TINY, "model.depth=2", "partition.num_blocks=2", "train.steps=1", f"out={tmp_path}")
+    command = (*settings, "seed=0,1,2", "-m")
+    wanted = {seed: configuration.run_folder(resolved(*settings, f"seed={seed}")) for seed in (0, 1, 2)}
+    wanted[1].touch()
+    failed = command_line(*command, cwd=tmp_path, expect=1)
+    assert "1 of 3 runs failed" in failed.stderr and "seed=1" in failed.stderr and str(wanted[1]) in failed.stderr
+    finished = {seed: (wanted[seed] / "results.json").stat().st_mtime_ns for seed in (0, 2)}
+
+    wanted[1].unlink()
+    command_line(*command, cwd=tmp_path)
+    assert (wanted[1] / "results.json").is_file()
+    assert finished == {seed: (wanted[seed] / "results.json").stat().st_mtime_ns for seed in (0, 2)}
+
+
+def test_exceptions_and_exits_alike_are_named_at_the_end(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys\n"
+        f"sys.path.insert(0, {str(ROOT)!r})\n"
+        "import main, pipeline\n"
+        "def run(config, asked, wait):\n"
+        "    if config.seed == 1:\n"
+        "        sys.exit(3)\n"
+        "    if config.seed == 2:\n"
+        "        raise KeyError('lost')\n"
+        "    print('worked', config.seed)\n"
+        "pipeline.run = run\n"
+        "main.main()\n"
+    )
+    command = [sys.executable, str(script), "-m", "seed=0,1,2,3", f"out={tmp_path}"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, env={**os.environ})
+    assert result.returncode == 1 and "worked 0" in result.stdout and "worked 3" in result.stdout
+    assert "2 of 4 runs failed" in result.stderr and "exited with 3" in result.stderr and "lost" in result.stderr
+
+
+def test_finished_runs_are_not_scored_again(tmp_path, made_data, monkeypatch):
+    config = resolved(*SHRUNK, f"out={tmp_path}")
+    folder = pipeline.run(config, {"experiment": "main", "seed": 0})
+    before = (folder / "results.json").read_bytes()
+    monkeypatch.setattr(pipeline.KINDS["dit"], "evaluate", lambda *_: pytest.fail("scored again"))
+    pipeline.run(config, {"experiment": "overlap", "seed": 0})
+    assert (folder / "results.json").read_bytes() == before
+    assert [asked["experiment"] for asked in json.loads((folder / "tables.json").read_text())] == ["main", "overlap"]
+    monkeypatch.undo()
+    pipeline.run(resolved(*SHRUNK, f"out={tmp_path}", "eval.guidance=[1.0,1.5]"))
+    results = json.loads((folder / "results.json").read_text())
+    assert [len(result["questions"]) for result in results] == [2, 2, 1, 2]  # held-out loss, guidance 1 and 1.5, floor
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Records and report
+
+
+@pytest.fixture(scope="module")
+def tiny_run(tmp_path_factory):
+    """A tiny run of the main table with a held-out curve."""
+    out = tmp_path_factory.mktemp("tiny")
+    config = resolved("experiment=main", *SHRUNK, "train.evaluate_every=1", f"out={out}")
+    overrides = ["method=diffusion_blocks", "experiment=main", "seed=0", "threads=1", f"out={out}"]
+    asked = {"experiment": "main", "scale": "digits", "paper": "v4", "match": "layer_work", "overrides": overrides}
+    return pipeline.run(config, asked)
+
+
+def test_a_run_becomes_records(tiny_run, tmp_path):
+    records = collect.Records(tmp_path)
+    added = records.add(tiny_run)
+    records.write()
+    again = collect.Records(tmp_path)
+    again.add(tiny_run)
+    before = {path.name: path.read_bytes() for path in tmp_path.rglob("*.*")}
+    again.write()
+    assert before == {path.name: path.read_bytes() for path in tmp_path.rglob("*.*")}
+
+    rows = collect.read_rows(tmp_path / "main.csv")
+    assert len(rows) == added and tuple(rows[0]) == collect.COLUMNS
+    loss = next(row for row in rows if row["metric"] == "heldout_loss")
+    assert loss["setting"] == "method=diffusion_blocks" and loss["command"].startswith("python main.py method=diffusion_blocks")
+    assert loss["commit"] and "cpu" in loss["hardware"] and float(loss["value"]) > 0
+    assert json.loads((tmp_path / "protocols.json").read_text())[loss["protocol"]]["trained.train.batch_size"] == 2
+    (levels,) = collect.read_rows(tmp_path / "levels.csv")
+    assert len(levels["loss"].split()) == 3
+    (curve,) = collect.read_rows(tmp_path / "curves.csv")
+    assert curve["step"] == "1 2 3"
+    assert len(list((tmp_path / "samples").glob("main_digits_v4_layer_work_*.png"))) == 1
+
+
+def test_a_protocol_leaves_out_what_the_table_varies_and_nothing_else(tiny_run):
+    result = json.loads((tiny_run / "results.json").read_text())[0]
+
+    def protocol(setting: str = "", **trained: object) -> dict:
+        changed = json.loads(json.dumps(result))
+        for key, value in trained.items():
+            group, _, name = key.partition("__")
+            changed["protocol"]["trained"][group][name] = value
+        return collect.protocol_of(changed, setting)
+
+    assert protocol() == protocol(partition__num_blocks=6, partition__overlap=0.2, train__block_probability="mass")
+    assert protocol() != protocol(train__steps=2)
+    assert protocol("train.steps=1") == protocol("train.steps=2", train__steps=2)
+    assert protocol() != protocol(objective__weighting="flat")
+
+
+def row(setting: str, seed: int, value: float, **changes: str) -> dict[str, str]:
+    usual = dict.fromkeys(collect.COLUMNS, "") | {"table": "overlap", "scale": "digits", "paper": "v1", "match": "layer_work"}
+    return (
+        usual | {"setting": setting, "seed": str(seed), "metric": "heldout_loss", "protocol": "p", "value": str(value)} | changes
+    )
+
+
+def test_rows_of_two_protocols_never_share_a_column():
+    rows = [row("a", 0, 1.0), row("a", 1, 2.0, protocol="q"), row("a", 2, 3.0, guidance="1.5")]
+    columns = report.columns_of(rows)
+    assert sorted(list(values["a"].values()) for values in columns.values()) == [[1.0], [2.0], [3.0]]
+
+
+PAPER = {"partition.overlap=0": 45.5, "partition.overlap=0.1": 41.39, "partition.overlap=0.2": 56.69}
+
+
+@pytest.mark.parametrize(
+    ("ours", "words"),
+    [
+        ([(0.32, 0.32), (0.30, 0.30), (0.40, 0.41)], "trend appears**"),
+        ([(0.32, 0.32), (0.40, 0.41), (0.30, 0.30)], "is reversed"),
+        ([(0.32, 0.32), (0.30, 0.30), (0.31, 0.31)], "appears in part"),
+        ([(0.32, 0.30), (0.30, 0.32), (0.31, 0.32)], "not resolved"),
+        ([(0.32,), (0.30,), (0.40,)], "not resolved"),
+    ],
+)
+def test_verdicts_are_computed(ours, words):
+    values = {setting: dict(enumerate(seeds)) for setting, seeds in zip(PAPER, ours, strict=True)}
+    assert words in report.verdict("Held-out loss", values, PAPER)
+
+
+def test_the_paper_is_found_for_every_table_that_it_has():
+    paper = collect.read_rows(ROOT / "experiments" / "paper_tables.csv")
+    for table in report.TABLES:
+        for columns in report.paper_columns(table, paper).values():
+            for paper_version in ("v1", "v4"):
+                swept = settings_of(f"experiment={table.name}", f"paper={paper_version}")
+                assert set(columns) <= {collect.setting_of(setting) for setting in swept}, table.name
+            assert table.reference in {collect.setting_of(setting) for setting in swept}
+
+
+def test_the_report_is_what_the_records_give(tmp_path):
+    texts = []
+    for name in ("one", "two"):
+        report.Report(collect.RECORDS, tmp_path / name).write()
+        texts.append({path.name: path.read_bytes() for path in (tmp_path / name).rglob("*.*")})
+    assert texts[0] == texts[1]
+    assert texts[0]["REPORT.md"] == (ROOT / "experiments" / "REPORT.md").read_bytes()
