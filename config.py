@@ -229,7 +229,6 @@ def at_least(name: str, value: float, low: float) -> None:
     require(math.isfinite(value) and value >= low, f"{name}={value} must be at least {low:g}")
 
 
-OVERLAYS = ("paper", "match", "scale", "experiment")  # groups of configs/ that set keys of others
 # The groups that decide the trained weights.
 TRAINED = ("data", "model", "objective", "method", "partition", "train", "seed")
 
@@ -246,7 +245,12 @@ def check_typed(config: Config, overrides: list[str]) -> None:
         require(key[0] not in "+~", f"{key} adds or removes a key, but the configuration is closed: write {key.lstrip('+~')}=...")
         group = key.partition(".")[0]
         require(
-            not (config.mode in ("sample", "evaluate") and config.folder and group in (*TRAINED, *OVERLAYS)) or key in kept_data,
+            not (
+                config.mode in ("sample", "evaluate")
+                and config.folder
+                and group in (*TRAINED, "paper", "match", "scale", "experiment")
+            )
+            or key in kept_data,
             f"{key} was typed, but the model in folder={config.folder} is trained already: leave it out, the folder knows it",
         )
         require(
@@ -257,10 +261,6 @@ def check_typed(config: Config, overrides: list[str]) -> None:
         require(
             not (key == "sampler.guidance" and config.eval.guidance is not None and config.mode in ("run", "evaluate")),
             f"sampler.guidance was typed, but eval.guidance={config.eval.guidance} names the scales that are scored: type that",
-        )
-        require(
-            not (config.mode == "merge" and group in ("sampler", "eval")),
-            f"{key} has no meaning with mode=merge, which only joins: leave it out",
         )
 
 
@@ -294,16 +294,18 @@ def resolve(config: Config) -> Config:
 
 
 def size_dit(config: Config) -> None:
-    """Fills in the depth, width and heads that a DiT's size names, and the layers of each block where their ratio is given."""
+    """Fills in the depth, width and heads that a DiT's size names, and layers that were listed as a ratio."""
     one_of("model.size", config.model.size, tuple(SIZES))
     given = (config.model.depth, config.model.width, config.model.heads)
     depth, width, heads = (
         named if value is None else value for named, value in zip(SIZES[config.model.size], given, strict=True)
     )
     config.model = dataclasses.replace(config.model, depth=depth, width=width, heads=heads)
-    layers = config.partition.layers
-    if layers and min(layers) >= 1 and depth % sum(layers) == 0:
-        config.partition = dataclasses.replace(config.partition, layers=[count * depth // sum(layers) for count in layers])
+    cut = config.partition
+    if cut.layers and min(cut.layers) >= 1 and config.model.depth % sum(cut.layers) == 0:
+        layers = [count * config.model.depth // sum(cut.layers) for count in cut.layers]
+        even = len(set(layers)) == 1 and len(layers) == cut.num_blocks
+        config.partition = dataclasses.replace(cut, layers=None if even else layers)
 
 
 def unify(config: Config) -> None:
@@ -318,13 +320,12 @@ def unify(config: Config) -> None:
         config.partition = PartitionConfig(
             "equi_probability", config.partition.num_blocks, overlap=0.0, layers=config.partition.layers
         )
-    if config.partition.layers is not None and len(set(config.partition.layers)) == 1:  # even, as without a list
-        config.partition = dataclasses.replace(config.partition, layers=None)
-    if config.partition.name == "equi_probability":  # the blocks' masses are equal
+    cut = config.partition
+    if cut.name == "equi_probability":  # the blocks' masses are equal
         config.train = dataclasses.replace(config.train, block_probability="uniform")
     if trained_blocks(config) == 1:
-        config.train = dataclasses.replace(config.train, block_order="shuffled")
-    if config.partition.num_blocks == 1:
+        config.train = dataclasses.replace(config.train, block_order="shuffled", block_probability="uniform")
+    if cut.num_blocks == 1:
         config.train = dataclasses.replace(config.train, match="layer_work")
     if config.train.blocks != "all":
         owned = sorted(config.train.blocks)

@@ -35,8 +35,7 @@ def main(composed: DictConfig) -> None:
         config = OmegaConf.to_object(composed)
         typed = HydraConfig.get().overrides.task
         configuration.check_typed(config, typed)
-        settings = configuration.resolve(configuration.with_trained_settings(config, typed))
-        pipeline.run(settings, asked(), wait=sweeping)
+        pipeline.run(configuration.resolve(configuration.with_trained_settings(config, typed)), asked(), wait=sweeping)
     except (SettingError, NonFiniteLoss) as error:
         if sweeping:
             raise

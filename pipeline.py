@@ -173,7 +173,8 @@ def weights_protocol(config: Config, run_file: dict[str, Any]) -> dict[str, Any]
         "steps_trained": {name: part["step"] for name, part in parts.items()},
         "checksums": {name: part["files"]["weights"]["sha256"] for name, part in parts.items()},
         "trained": run_file["identity"],
-        "trained_on": run_file["machines"],
+        "trained_on": run_file["machines"][-1],
+        **({"machines": run_file["machines"]} if len(run_file["machines"]) > 1 else {}),
         "trained_at": run_file["commit"],
         "data_fingerprint": run_file["data"]["fingerprint"],
     }

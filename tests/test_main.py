@@ -201,7 +201,6 @@ BAD = [
     (["sampler.guidance=2"], "eval.guidance"),
     (["eval.guidance=[]"], "eval.guidance"),
     (["eval.inception_weights=x"], "inception_weights"),
-    (["mode=merge", "sampler.steps=3", "merge.runs=[a]"], "sampler.steps"),
     (["mode=merge", "merge.runs=[a]"], "holds no checkpoint"),
     (["device=cuda:7"], "cuda:7"),
     (["device=tpu"], "device"),
