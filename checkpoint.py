@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -71,19 +71,31 @@ def checksum(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def make_folder(folder: Path) -> None:
-    """Creates a run's folder and makes sure that it can be written.
+class WriteError(RuntimeError):
+    """A checkpoint that could not be written; the one before it holds."""
+
+
+def check_folder(folder: Path) -> None:
+    """Refuses a folder that cannot be written, and one that holds something else than a run; creates nothing.
 
     Raises:
-        SettingError: it cannot.
+        SettingError: names the folder.
     """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".writable"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise SettingError(f"the run's folder {folder} cannot be written ({error.strerror}): set out= or folder=") from None
+    existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+    require(
+        existing.is_dir() and os.access(existing, os.W_OK | os.X_OK),
+        f"the run's folder {folder} cannot be written, because of {existing}: set out= or folder=",
+    )
+    if existing == folder:
+        require(
+            not any(folder.iterdir()) or (folder / "lock").is_file(),
+            f"{folder} is not empty and not a run's folder: set folder= to a new one",
+        )
+        top = folder / "checkpoint"
+        require(
+            not top.exists() or (top / "run.json").exists() or not any(path.suffix != ".tmp" for path in top.iterdir()),
+            f"{top} holds weights but no run.json that names them: put it back, or set folder= to a new one",
+        )
 
 
 @contextlib.contextmanager
@@ -96,8 +108,9 @@ def locked(folder: Path, wait: bool = False) -> Iterator[None]:
     Raises:
         SettingError: another process holds it.
     """
-    make_folder(folder)
+    check_folder(folder)
     try:
+        folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT)
     except OSError as error:
         raise SettingError(f"the run's folder {folder} cannot be locked ({error.strerror}): set out= or folder=") from None
@@ -151,17 +164,24 @@ def save(folder: Path, parts: dict[str, Part], description: dict[str, Any]) -> N
     target, temporary = top / generation, top / f"{generation}.tmp"
     for leftover in (target, temporary):  # of a save that was cut off
         shutil.rmtree(leftover, ignore_errors=True)
-    temporary.mkdir()
-    entries = {}
-    for name, part in parts.items():
-        tensors = {f"raw{SEPARATOR}{key}": value for key, value in part.module.state_dict().items()}
-        tensors |= {f"ema{SEPARATOR}{key}": value for key, value in part.ema.items()}
-        files = {"weights": f"{name}.safetensors", "optimizer": f"{name}.optimizer.pt"}
-        save_file({key: value.detach().cpu().contiguous() for key, value in tensors.items()}, temporary / files["weights"])
-        torch.save(part.optimizer.state_dict(), temporary / files["optimizer"])
-        described_files = {kind: described(temporary / file) for kind, file in files.items()}
-        entries[name] = {"step": part.step, "seconds": round(part.seconds, 3), "files": described_files}
-    commit_generation(folder, temporary, {**kept, "machines": machines, "parts": entries})
+    try:
+        temporary.mkdir()
+        entries = {}
+        for name, part in parts.items():
+            tensors = {f"raw{SEPARATOR}{key}": value for key, value in part.module.state_dict().items()}
+            tensors |= {f"ema{SEPARATOR}{key}": value for key, value in part.ema.items()}
+            files = {"weights": f"{name}.safetensors", "optimizer": f"{name}.optimizer.pt"}
+            save_file({key: value.detach().cpu().contiguous() for key, value in tensors.items()}, temporary / files["weights"])
+            torch.save(part.optimizer.state_dict(), temporary / files["optimizer"])
+            described_files = {kind: described(temporary / file) for kind, file in files.items()}
+            entries[name] = {"step": part.step, "seconds": round(part.seconds, 3), "files": described_files}
+        commit_generation(folder, temporary, {**kept, "machines": machines, "parts": entries})
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have their own words for a full disk
+        shutil.rmtree(temporary, ignore_errors=True)
+        free = shutil.disk_usage(folder).free / 2**20
+        raise WriteError(
+            f"the checkpoint in {folder} could not be written ({error}; {free:.0f} MiB free); the one before it holds"
+        ) from error
 
 
 def described(path: Path) -> dict[str, str]:

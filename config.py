@@ -226,7 +226,7 @@ def is_integer(value: Any) -> bool:
 
 def at_least(name: str, value: float, low: float) -> None:
     """Raises SettingError unless the value is a finite number of at least `low`."""
-    require(math.isfinite(value) and value >= low, f"{name}={value} must be at least {low:g}")
+    require(math.isfinite(value) and value >= low, f"{name}={value} must be a finite number of at least {low:g}")
 
 
 # The groups that decide the trained weights.
@@ -404,11 +404,13 @@ def validate(config: Config) -> None:
     one_of("log.wandb", config.log.wandb, ("off", "offline", "online"))
     if config.threads is not None:
         at_least("threads", config.threads, 1)
+        require(config.threads <= os.cpu_count(), f"threads={config.threads} is more than this machine's {os.cpu_count()}")
+    require(config.folder != "", "folder= is empty: name a folder, or leave it null")
     if config.mode == "merge":
         require(len(config.merge.runs) >= 1, "merge.runs is empty: name the folders to join, merge.runs=[runs/a,runs/b]")
         require(config.train.blocks == "all", "mode=merge makes the whole model: leave train.blocks=all")
     else:
-        require(config.merge == MergeConfig(), f"merge.runs={config.merge.runs} is for mode=merge alone")
+        require(config.merge == MergeConfig(), "merge.runs and merge.force are for mode=merge alone: leave them out")
 
 
 def validate_dit(config: Config) -> None:
@@ -431,9 +433,16 @@ def validate_dit(config: Config) -> None:
         objective.sigma_max > objective.sigma_min,
         f"objective.sigma_max={objective.sigma_max} must be above objective.sigma_min={objective.sigma_min}",
     )
+    require(
+        levels(config).share > 1e-6,
+        f"objective.P_mean={objective.P_mean} and P_std={objective.P_std} leave hardly any level between sigma_min and sigma_max",
+    )
     one_of("objective.weighting", objective.weighting, tuple(dblock_modules.WEIGHTINGS))
     at_least("partition.num_blocks", cut.num_blocks, 1)
     at_least("partition.overlap", cut.overlap, 0)
+    require(
+        cut.overlap <= 1, f"partition.overlap={cut.overlap} must be at most 1, where a block is three times as wide in log sigma"
+    )
     require(
         (cut.edges is not None) == (cut.name == "custom"),
         f"partition.edges belongs to partition=custom and only there, got {cut.edges} with {cut.name}",
@@ -452,6 +461,7 @@ def validate_training(config: Config) -> None:
         at_least(f"train.{name}", getattr(train, name), 1)
     for name in ("sample_every", "evaluate_every", "warmup_steps", "weight_decay", "ema_half_life"):
         at_least(f"train.{name}", getattr(train, name), 0)
+    require(train.warmup_steps <= train.steps, f"train.warmup_steps={train.warmup_steps} is more than train.steps={train.steps}")
     if train.micro_batch is not None:
         at_least("train.micro_batch", train.micro_batch, 1)
     if train.blocks != "all":

@@ -53,6 +53,12 @@ class LogNormalLevels:
         q_min, q_max = torch.special.ndtr(z).tolist()
         return q_min, q_max
 
+    @property
+    def share(self) -> float:
+        """How much of the untruncated distribution lies between the bounds."""
+        q_min, q_max = self._bounds()
+        return q_max - q_min
+
     def cdf(self, level: Tensor) -> Tensor:
         """Returns the share of the truncated distribution below `level`: 0 at minimum, 1 at maximum."""
         q_min, q_max = self._bounds()

@@ -40,8 +40,9 @@ NO_LABELS = "none"  # as label_column: the set has no labels
 TEST_SPELLINGS = ("test", "val", "validation", "valid")  # what test_split=test may be called
 FASHION_FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 FASHION_DEBIAN = Path("/usr/share/datasets/fashion-mnist")  # where Debian's dataset-fashion-mnist puts them
-CIFAR_BINARY = {"cifar10": ("data_batch_*.bin", "test_batch.bin"), "cifar100": ("train.bin", "test.bin")}  # train, test
-CIFAR_PICKLE = {"cifar10": ("data_batch_?", "test_batch"), "cifar100": ("train", "test")}
+BATCHES = [f"data_batch_{number}" for number in range(1, 6)]
+CIFAR_PICKLE = {"cifar10": (BATCHES, ["test_batch"]), "cifar100": (["train"], ["test"])}  # files of train, of test
+CIFAR_BINARY = {name: tuple([f"{file}.bin" for file in files] for files in splits) for name, splits in CIFAR_PICKLE.items()}
 GRAY_MODES = {"1", "L", "LA"}
 COLOUR_MODES = {"RGB", "RGBA", "RGBX", "P", "PA", "CMYK", "YCbCr"}
 CACHE_FORMAT = 1  # part of the cache's key: raise it when the same source would decode to other arrays
@@ -152,15 +153,16 @@ def _layout(name: str, path: str | None, cache: Path) -> tuple[str, str]:
     if name == "hub":
         return "table", str(folder)
     for layout, files in (("cifar_binary", CIFAR_BINARY[name]), ("cifar_pickle", CIFAR_PICKLE[name])):
-        if (found := _find_file(folder, files[1])) is not None:
-            if not list(found.parent.glob(files[0])):
-                raise SettingError(f"data.path={path} holds {files[1]} but no {files[0]}: complete it")
+        if (found := _find_file(folder, files[1][0])) is not None:
+            missing = [file for file in files[0] if not (found.parent / file).is_file()]
+            if missing:
+                raise SettingError(f"data.path={path} holds {files[1][0]} but not {', '.join(missing)}: complete it")
             return layout, str(found.parent)
     if any(folder.rglob("*.parquet")):
         return "table", str(folder)
     raise SettingError(
-        f"data.path={path} holds {name} in no known layout: Parquet, a save_to_disk folder, {CIFAR_BINARY[name][1]} or the "
-        f"Python archive's {CIFAR_PICKLE[name][1]}"
+        f"data.path={path} holds {name} in no known layout: Parquet, a save_to_disk folder, {CIFAR_BINARY[name][1][0]} or the "
+        f"Python archive's {CIFAR_PICKLE[name][1][0]}"
     )
 
 
@@ -351,12 +353,11 @@ def _read_cifar_binary(source: _Source, scratch: Path) -> _Raw:
     """CIFAR's binary layout: rows of 1 label byte (CIFAR-100: coarse, then fine) and 3,072 pixels, channel by channel."""
     label_bytes = 1 if source.name == "cifar10" else 2
     splits = {}
-    for split, pattern in zip(("train", "test"), CIFAR_BINARY[source.name], strict=True):
-        files = sorted(Path(source.location).glob(pattern))
-        content = np.concatenate([np.fromfile(file, np.uint8) for file in files])
+    for split, files in zip(("train", "test"), CIFAR_BINARY[source.name], strict=True):
+        content = np.concatenate([np.fromfile(Path(source.location) / file, np.uint8) for file in files])
         if content.size % (label_bytes + 3072):
             raise SettingError(
-                f"data.path: {pattern} in {source.location} has a size that is no whole number of images: fetch it again"
+                f"data.path: {', '.join(files)} in {source.location} has a size that is no whole number of images: fetch it again"
             )
         rows = content.reshape(-1, label_bytes + 3072)
         splits[split] = rows[:, label_bytes:].reshape(-1, 3, 32, 32), rows[:, label_bytes - 1]
@@ -386,9 +387,9 @@ def _read_cifar_pickle(source: _Source, scratch: Path) -> _Raw:
     """CIFAR's Python archive, without running anything that is in it."""
     label_key = "labels" if source.name == "cifar10" else "fine_labels"
     splits = {}
-    for split, pattern in zip(("train", "test"), CIFAR_PICKLE[source.name], strict=True):
+    for split, files in zip(("train", "test"), CIFAR_PICKLE[source.name], strict=True):
         images, labels = [], []
-        for path in sorted(Path(source.location).glob(pattern)):
+        for path in (Path(source.location) / file for file in files):
             try:
                 with path.open("rb") as file:
                     content = _ArrayUnpickler(file, encoding="latin1").load()

@@ -12,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 import config as configuration
 import pipeline
+from checkpoint import WriteError
 from config import SCHEMAS, Config, SettingError
 from train import NonFiniteLoss, Stopped
 
@@ -36,10 +37,12 @@ def main(composed: DictConfig) -> None:
         typed = HydraConfig.get().overrides.task
         configuration.check_typed(config, typed)
         pipeline.run(configuration.resolve(configuration.with_trained_settings(config, typed)), asked(), wait=sweeping)
-    except (SettingError, NonFiniteLoss) as error:
+    except (SettingError, NonFiniteLoss, WriteError) as error:
         if sweeping:
             raise
         sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit("stopped; the same command goes on from here")
     except Stopped:
         raise
     except SystemExit as error:

@@ -43,12 +43,13 @@ def run(config: Config, asked: dict[str, Any] | None = None, wait: bool = False)
         merge(config, folder)
         return folder
     check(config, folder)
+    data = None if config.mode == "sample" else KINDS[config.model.name].load(config)
     with checkpoint.locked(folder, wait):
-        data = None if config.mode == "sample" else KINDS[config.model.name].load(config)
         if config.mode in ("run", "train"):
             where = f"{hardware.precision} on {hardware.device}, {hardware.threads} threads"
             print(f"{folder}: {where}, data scaled by {data.scale:.4f}")
             train(config, data, folder, hardware)
+            print(f"trained: {folder / 'checkpoint'}")
         if config.mode in ("run", "sample", "evaluate"):
             use(config, data, folder, hardware, asked or {})
     return folder
@@ -61,9 +62,10 @@ def check(config: Config, folder: Path) -> None:
             checkpoint.read_run(folder) is not None,
             f"{folder} holds no checkpoint: train with the same settings first, or set folder= to a run's folder",
         )
+    checkpoint.check_folder(folder)
+    read_results(folder)
     if config.mode != "sample":
         KINDS[config.model.name].check(config)
-    checkpoint.make_folder(folder)
 
 
 @contextlib.contextmanager
@@ -181,9 +183,19 @@ def weights_protocol(config: Config, run_file: dict[str, Any]) -> dict[str, Any]
 
 
 def read_results(folder: Path) -> list[dict[str, Any]]:
-    """Returns the results in results.json, of all that was asked so far."""
+    """Returns the results in results.json, of all that was asked so far.
+
+    Raises:
+        SettingError: the file was damaged.
+    """
     path = folder / "results.json"
-    return json.loads(path.read_text()) if path.exists() else []
+    try:
+        results = json.loads(path.read_text()) if path.exists() else []
+        for result in results:
+            result_key(result), result["questions"]
+    except (ValueError, TypeError, KeyError, OSError) as error:
+        raise SettingError(f"{path} is not a list of results ({error}): move it away, and scores are computed again") from None
+    return results
 
 
 def write_results(folder: Path, results: list[dict[str, Any]]) -> None:

@@ -60,7 +60,7 @@ def plot_training_loss(rows: Sequence[Mapping[str, float]], path: str | Path, nu
         points = sorted((row["step"], row["loss"]) for row in rows if row["block"] == block)
         steps, losses = np.array([p for p in points if math.isfinite(p[1]) and p[1] > 0]).reshape(-1, 2).T
         color = block_color(block, num_blocks)
-        axes.plot(steps, losses, color=color, alpha=0.25, linewidth=0.8)
+        axes.plot(steps, losses, color=color, alpha=0.25, linewidth=0.8, marker=".", markersize=3)
         median = median_filter(losses, size=2 * (len(losses) // 20) + 1, mode="reflect")
         axes.plot(steps, median, color=color, linewidth=2, label=f"block {block}")
     _logarithmic_loss(axes)

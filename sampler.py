@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -129,7 +130,7 @@ def write_images(model: Model, settings: SamplerConfig, folder: Path, protocol: 
         `format=png`, a file per image in `images/`.
     """
     result = folder / "samples.npz"
-    if result.exists():
+    if is_whole(result):
         return result
     batches = folder / "batches"
     batches.mkdir(parents=True, exist_ok=True)
@@ -147,7 +148,7 @@ def write_images(model: Model, settings: SamplerConfig, folder: Path, protocol: 
         range(math.ceil(settings.num_images / settings.batch_size)), desc="sampling", unit="batch", disable=not progress
     ):
         files.append(batches / f"{index:06d}.npz")
-        if not files[-1].exists():
+        if not is_whole(files[-1]):
             start = index * settings.batch_size
             images, labels = sample_images(model, settings, start, min(start + settings.batch_size, settings.num_images))
             save_arrays(files[-1], images.numpy(), np.zeros(0, np.int64) if labels is None else labels.numpy())
@@ -166,11 +167,23 @@ def write_images(model: Model, settings: SamplerConfig, folder: Path, protocol: 
 def save_arrays(path: Path, images: np.ndarray, labels: np.ndarray) -> None:
     """Writes images and labels as one .npz in one move."""
     temporary = path.with_suffix(".tmp.npz")
-    np.savez(temporary, images=images, labels=labels)
+    with open(temporary, "wb") as file:
+        np.savez(file, images=images, labels=labels)
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(temporary, path)
+
+
+def is_whole(path: Path) -> bool:
+    """Returns whether there is an .npz of images that can be read to its end."""
+    try:
+        load_arrays(path)
+    except (OSError, ValueError, KeyError, EOFError, BadZipFile):
+        return False
+    return True
 
 
 def load_arrays(path: Path) -> tuple[np.ndarray, np.ndarray]:
     """Returns images (N, C, H, W) uint8 and labels (N,) int64 (none: length 0) of an .npz that save_arrays wrote."""
-    with np.load(path, allow_pickle=False) as file:
+    with open(path, "rb") as opened, np.load(opened, allow_pickle=False) as file:
         return file["images"], file["labels"]

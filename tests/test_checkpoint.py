@@ -255,3 +255,32 @@ def test_only_the_job_s_blocks_are_saved(jobs):
     assert names == {"block_1.safetensors", "block_1.optimizer.pt"}
     assert state(jobs / "1") == only(state(jobs / "all"), 1)
     assert np.isfinite(run["parts"]["block_1"]["seconds"])
+
+
+def test_folders_of_others_are_refused(digits, tmp_path):
+    """A folder with other files, and weights whose run.json is lost, are left alone."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.yaml").write_text("my: own")
+    with pytest.raises(SettingError, match="not a run's folder"), locked(tmp_path / "mine"):
+        pass
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["config.yaml"]
+    with locked(tmp_path / "run"):
+        fit(make_config(), digits, tmp_path / "run")
+    (tmp_path / "run" / "checkpoint" / "run.json").unlink()
+    with pytest.raises(SettingError, match="no run.json that names them"), locked(tmp_path / "run"):
+        pass
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("unexpected pos 64 vs 0")])
+def test_a_full_disk_costs_the_new_checkpoint_only(digits, tmp_path, monkeypatch, error):
+    fit(make_config(train={"steps": 2}), digits, tmp_path)
+    before = state(tmp_path)
+
+    def full(*arguments):
+        raise error
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(checkpoint.WriteError, match="could not be written.*MiB free.*holds"):
+        fit(make_config(), digits, tmp_path)
+    monkeypatch.undo()
+    assert state(tmp_path) == before and not list((tmp_path / "checkpoint").glob("*.tmp"))

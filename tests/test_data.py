@@ -80,14 +80,17 @@ def write_arrow(folder: Path, splits: dict, **columns) -> Path:
     return folder
 
 
+def five_batches(images: np.ndarray, labels: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+    return list(zip(np.array_split(images, 5), np.array_split(labels, 5), strict=True))
+
+
 def write_binary(folder: Path, splits: dict, **_) -> Path:
-    """CIFAR-10 in two training batches, or CIFAR-100 with a coarse label (here 7) before the fine one."""
+    """CIFAR-10 in its five training batches, or CIFAR-100 with a coarse label (here 7) before the fine one."""
     folder.mkdir()
     (images, labels), (test_images, test_labels) = splits["train"], splits["test"]
     if labels.max() < 10:
         files = {
-            "data_batch_1.bin": (images[:13], labels[:13]),
-            "data_batch_2.bin": (images[13:], labels[13:]),
+            **{f"data_batch_{i + 1}.bin": batch for i, batch in enumerate(five_batches(images, labels))},
             "test_batch.bin": (test_images, test_labels),
         }
     else:
@@ -103,8 +106,8 @@ def write_pickles(folder: Path, splits: dict, protocol: int = 2, **_) -> Path:
     inner.mkdir(parents=True)
     (images, labels), (test_images, test_labels) = splits["train"], splits["test"]
     fine = labels.max() >= 10
-    parts = [(images, labels)] if fine else [(images[:13], labels[:13]), (images[13:], labels[13:])]
-    names = ["train", "test"] if fine else ["data_batch_1", "data_batch_2", "test_batch"]
+    parts = [(images, labels)] if fine else five_batches(images, labels)
+    names = ["train", "test"] if fine else [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]
     for name, (pixels, classes) in zip(names, [*parts, (test_images, test_labels)], strict=True):
         content = {b"data": pixels.reshape(len(pixels), -1), b"fine_labels" if fine else b"labels": classes.tolist()}
         (inner / name).write_bytes(pickle.dumps(content, protocol=protocol))
@@ -519,6 +522,15 @@ def test_images_that_are_missing_or_of_16_bits(tmp_path):
     deep.symlink_to(tmp_path / "nowhere.png")
     with pytest.raises(SettingError, match="0004.png cannot be read"):
         load_images(**settings(tmp_path / "cache", "image_folder", path=folder))
+
+
+def test_a_missing_batch_is_missed(tmp_path):
+    """Four of CIFAR-10's five files would train without a word on four fifths of the images."""
+    for name, write, file in (("b", write_binary, "data_batch_3.bin"), ("p", write_pickles, "cifar-batches-py/data_batch_3")):
+        folder = write(tmp_path / name, made())
+        (folder / file).unlink()
+        with pytest.raises(SettingError, match="but not data_batch_3"):
+            check_images(**settings(tmp_path / "cache", "cifar10", path=folder))
 
 
 def test_broken_files(tmp_path):

@@ -119,3 +119,28 @@ def test_images_are_resumed_after_the_last_whole_batch(tmp_path, monkeypatch):
     before = list(drawn)
     sampler.write_images(model, settings, tmp_path / "cut", {}, progress=False)
     assert drawn == before  # finished: nothing is drawn again
+
+
+def test_damaged_samples_are_drawn_again(tmp_path):
+    model, _ = random_model(make_config())
+    settings = SamplerConfig(steps=3, schedule="per_block", num_images=4)
+    path = sampler.write_images(model, settings, tmp_path, {}, progress=False)
+    before = sampler.load_arrays(path)
+    path.write_bytes(path.read_bytes()[:200])
+    after = sampler.load_arrays(sampler.write_images(model, settings, tmp_path, {}, progress=False))
+    assert all(np.array_equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_heun_s_second_evaluation_is_routed_by_its_own_level():
+    """At a block's edge the corrected slope is the next block's: it owns that level."""
+    model, _ = random_model(make_config())
+    edges = model.objective.partition.edges
+    seen = []
+    denoise = model.denoiser(torch.arange(2))
+
+    def recorded(z, sigma):
+        seen.append(model.objective.partition.block_of(sigma))
+        return denoise(z, sigma)
+
+    heun(recorded, torch.randn(2, 1, 8, 8), np.array(edges[:-1]))
+    assert seen == [0, 1, 1, 2, 2]
