@@ -265,7 +265,7 @@ def row(setting: str, seed: int, value: float, **changes: str) -> dict[str, str]
 
 def test_rows_of_two_protocols_never_share_a_column():
     rows = [row("a", 0, 1.0), row("a", 1, 2.0, protocol="q"), row("a", 2, 3.0, guidance="1.5")]
-    columns = report.columns_of(rows)
+    columns = report.columns_of(rows, dict.fromkeys("pq", {"split": "test"}))
     assert sorted(list(values["a"].values()) for values in columns.values()) == [[1.0], [2.0], [3.0]]
 
 
@@ -300,7 +300,10 @@ def test_the_paper_is_found_for_every_table_that_it_has():
 def test_the_report_is_what_the_records_give(tmp_path):
     texts = []
     for name in ("one", "two"):
-        report.Report(collect.RECORDS, tmp_path / name).write()
+        drawn = report.Report(collect.RECORDS, tmp_path / name)
+        drawn.write()
         texts.append({path.name: path.read_bytes() for path in (tmp_path / name).rglob("*.*")})
     assert texts[0] == texts[1]
     assert texts[0]["REPORT.md"] == (ROOT / "experiments" / "REPORT.md").read_bytes()
+    readme = report.README.read_text()
+    assert drawn.into_readme(readme) == readme
