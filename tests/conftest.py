@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
 
 import config as configuration
 import generation
@@ -29,6 +30,18 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def digits(cache: Path) -> ImageData:
     """The digits, in model units of standard deviation .5."""
     return generation.load(make_config(cache=cache))
+
+
+@pytest.fixture(scope="session")
+def inception_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file of random weights in the place of Inception's; a test that uses it sets evaluation.INCEPTION_SHA256 to its own."""
+    path = tmp_path_factory.mktemp("inception") / "weights.pth"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FeatureExtractorInceptionV3, "load_state_dict", lambda self, state: None)
+        torch.save({}, path)
+        network = FeatureExtractorInceptionV3("inception-v3-compat", ["2048"], feature_extractor_weights_path=str(path))
+    torch.save(network.state_dict(), path)
+    return path
 
 
 def make_config(cache: Path | str = "unused", **groups: dict) -> Config:
