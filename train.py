@@ -362,7 +362,7 @@ def train(
     def save() -> None:
         for block in owned:
             write_metrics(block)  # reads every loss: a checkpoint never holds what came after a bad one
-        checkpoint.save(folder, parts, description, write=world.first)
+        checkpoint.save(folder, parts, description, world.first)
         world.wait()
 
     # What is left to do: each block's steps from its own count on, whatever order earlier sessions followed.
