@@ -19,6 +19,8 @@ import parallel
 import pipeline
 from checkpoint import read_run
 from config import SettingError
+from experiments import traffic
+from model import build_module
 from parallel import ALONE, World
 
 LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -113,7 +115,7 @@ def test_first_gradients_agree(two, cache):
 def test_two_processes_resume_exactly(two):
     assert state(two / "resumed") == state(only_run(two / "rows"))
     assert state(two / "sharded_resumed") == state(only_run(two / "sharded"))
-    machine = json.loads((two / "resumed" / "checkpoint" / "run.json").read_text())["machine"]
+    machine = json.loads((two / "resumed" / "checkpoint" / "run.json").read_text())["machines"][-1]
     assert machine["processes"] == 2
 
 
@@ -178,3 +180,51 @@ def test_what_does_not_fit_the_number_of_processes_is_refused():
 def test_rows_are_a_batch_cut_among_the_processes():
     assert [World(rank, 4).rows(12) for rank in range(4)] == [slice(0, 3), slice(3, 6), slice(6, 9), slice(9, 12)]
     assert ALONE.rows(12) == slice(0, 12)
+
+
+def test_jobs_of_single_blocks_are_found_and_joined(one, cache, tmp_path):
+    """Without merge.runs the jobs' folders follow from the settings; a block that was trained longer takes the other's place."""
+    settings = {"cache": cache, "out": str(tmp_path), "log": {"progress": False}}
+    for block in range(3):
+        pipeline.run(make_config(**settings, mode="train", train={**SETTINGS, "blocks": [block]}))
+    joined = pipeline.run(make_config(**settings, mode="merge", train=SETTINGS))
+    assert state(joined) == state(one)
+
+    longer = str(tmp_path / "longer")
+    pipeline.run(make_config(**settings, mode="train", folder=longer, train={**SETTINGS, "blocks": [1], "steps": 25}))
+    both = {"runs": [str(joined), longer]}
+    target = {"mode": "merge", "folder": str(tmp_path / "target"), "train": SETTINGS}
+    with pytest.raises(SettingError, match="merge.replace=true"):
+        pipeline.run(make_config(**settings, **target, merge=both))
+    replaced = pipeline.run(make_config(**settings, **target, merge={**both, "replace": True}))
+    assert state(replaced) == {**state(one), **state(tmp_path / "longer")}
+    short = {"runs": [longer, str(joined)], "replace": True}
+    with pytest.raises(SettingError, match="20 of 25 steps"):
+        pipeline.run(make_config(**settings, mode="merge", train={**SETTINGS, "steps": 25}, merge=short))
+
+
+def sent_in_a_ring(numbers, processes):
+    """Returns what process 0 sends in a ring that adds up `numbers` and gives everyone the sum, message by message."""
+    sizes = [len(chunk) for chunk in np.array_split(np.zeros(numbers), processes)]
+    scatter = [sizes[-step % processes] for step in range(processes - 1)]
+    gather = [sizes[(1 - step) % processes] for step in range(processes - 1)]
+    return sum(scatter + gather)
+
+
+@pytest.mark.parametrize("processes", [1, 2, 4, 16])
+def test_bytes_of_a_step(processes):
+    assert traffic.bytes_per_step(1600, processes) == 4 * sent_in_a_ring(1600, processes)
+    assert traffic.bytes_per_step(1600, processes, sharded=True) == 1.5 * traffic.bytes_per_step(1600, processes)
+    assert traffic.bytes_per_step(1600, 1, border=100) == 400  # activations one way, their gradients the other, 2 bytes each
+
+
+def test_the_page_shows_the_table_and_the_models_as_they_are():
+    assert traffic.table() in (ROOT / "docs" / "scaling.md").read_text()
+    sizes = {"size": "L", "depth": 24, "width": 1024, "heads": 16, "patch_size": 2}
+    data = {"size": 32, "channels": 4, "num_classes": 1000}
+    counts = []
+    for blocks in (1, traffic.GROUPS):
+        with torch.device("meta"):
+            module = build_module(make_config(model=sizes, data=data, partition={"num_blocks": blocks}), "block_0")
+        counts.append(sum(parameter.numel() for parameter in module.parameters()))
+    assert counts == pytest.approx([traffic.MODELS[0].parameters, traffic.MODELS[0].block], rel=1e-4)
