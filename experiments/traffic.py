@@ -31,9 +31,9 @@ MODELS = (
 def bytes_per_step(parameters: float, processes: int, sharded: bool = False, border: float = 0.0) -> float:
     """Returns the bytes that one process sends in an optimizer step.
 
-    A ring gathers N numbers in n processes by n - 1 messages of N / n from each, and adds up and scatters them by as many. Summing
-    gradients takes both. Sharded (FSDP), parameters are gathered for the forward and again for the backward pass, and gradients
-    scattered.
+    A ring gathers N numbers in n processes by n - 1 messages of N / n from each, and adds up and scatters them by as many.
+    Summing gradients takes both. Sharded (FSDP), parameters are gathered for the forward and again for the backward pass, and
+    gradients scattered.
 
     Args:
         parameters: of the part that the processes share.

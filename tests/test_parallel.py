@@ -194,7 +194,7 @@ def test_jobs_of_single_blocks_are_found_and_joined(one, cache, tmp_path):
     pipeline.run(make_config(**settings, mode="train", folder=longer, train={**SETTINGS, "blocks": [1], "steps": 25}))
     both = {"runs": [str(joined), longer]}
     target = {"mode": "merge", "folder": str(tmp_path / "target"), "train": SETTINGS}
-    with pytest.raises(SettingError, match="merge.replace=true"):
+    with pytest.raises(SettingError, match="train.steps is 20 here and 25 there"):
         pipeline.run(make_config(**settings, **target, merge=both))
     replaced = pipeline.run(make_config(**settings, **target, merge={**both, "replace": True}))
     assert state(replaced) == {**state(one), **state(tmp_path / "longer")}
@@ -224,7 +224,8 @@ def test_the_page_shows_the_table_and_the_models_as_they_are():
     data = {"size": 32, "channels": 4, "num_classes": 1000}
     counts = []
     for blocks in (1, traffic.GROUPS):
+        config = make_config(model=sizes, data=data, partition={"num_blocks": blocks})
         with torch.device("meta"):
-            module = build_module(make_config(model=sizes, data=data, partition={"num_blocks": blocks}), "block_0")
+            module = build_module(config, "block_0")
         counts.append(sum(parameter.numel() for parameter in module.parameters()))
     assert counts == pytest.approx([traffic.MODELS[0].parameters, traffic.MODELS[0].block], rel=1e-4)
