@@ -30,28 +30,8 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """26 training and 12 test images of two classes, of other sizes than 16x16, and a VAE that makes latents of 4x8x8."""
-    from diffusers import AutoencoderKL
-
-    folder = tmp_path_factory.mktemp("latents")
-    random = np.random.default_rng(0)
-    for split, count in (("train", 13), ("val", 6)):
-        for name in ("cat", "dog"):
-            (folder / "images" / split / name).mkdir(parents=True)
-            for index in range(count):
-                coarse = Image.fromarray(random.integers(0, 256, (3, 4, 3), dtype=np.uint8))
-                coarse.resize((40, 28 + index), Image.Resampling.BICUBIC).save(folder / "images" / split / name / f"{index}.png")
-    for name, seed in (("vae", 0), ("other_vae", 1)):
-        torch.manual_seed(seed)
-        AutoencoderKL(
-            down_block_types=("DownEncoderBlock2D",) * 2,
-            up_block_types=("UpDecoderBlock2D",) * 2,
-            block_out_channels=(8, 16),
-            norm_num_groups=4,
-            scaling_factor=0.7,
-        ).save_pretrained(folder / name)
-    return folder
+def folder(images_and_vaes):
+    return images_and_vaes
 
 
 def settings(folder, cache="cache", **changes):
