@@ -142,7 +142,9 @@ def test_a_killed_process_ends_the_other_and_the_command_goes_on(tmp_path, cache
     assert again.returncode == 0, output
     whole = two / "long"  # two processes with half of the batch each
     if way == "blocks":
-        whole = pipeline.run(make_config(cache=cache, mode="train", out=str(tmp_path / "one"), train={"steps": 150}))
+        whole = pipeline.run(
+            make_config(cache=cache, mode="train", out=str(tmp_path / "one"), log={"progress": False}, train={"steps": 150})
+        )
     assert read_run(tmp_path / "cut")["identity"] == read_run(whole)["identity"]
     assert state(tmp_path / "cut") == state(whole)
 
