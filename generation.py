@@ -34,7 +34,8 @@ def check(config: Config) -> None:
     """Refuses what cannot work as far as it can be known without work: data, features."""
     latent = isinstance(config.data, LatentsConfig)
     if latent:
-        latents.check(config.data, decodes=config.mode != "train")
+        scores = config.mode in ("run", "evaluate") and config.eval.features is not None
+        latents.check(config.data, decodes=config.mode != "train", scores=scores)
     else:
         data_sets.check_images(**image_settings(config))
     if config.mode in ("run", "evaluate") and config.train.blocks == "all" and config.eval.features is not None:

@@ -11,11 +11,13 @@ The VAE maps a mirrored image to something else than the mirrored latent, so bot
 draws, so that every step of training can draw anew.
 """
 
+import contextlib
 import functools
 import hashlib
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -229,9 +231,10 @@ def begin(folder: Path, plan: dict[str, Any], splits: dict[str, Split]) -> None:
     require(
         needed < free, f"data.cache: the latents take {needed / 1e9:.2f} GB and {folder} has {free / 1e9:.2f}: name another disk"
     )
-    for split in SPLITS:
-        np.save(folder / f"{split}_labels.npy", splits[split].labels)
-    write_atomically(path, json.dumps(plan, indent=1) + "\n")
+    with written(folder):
+        for split in SPLITS:
+            np.save(folder / f"{split}_labels.npy", splits[split].labels)
+        write_atomically(path, json.dumps(plan, indent=1) + "\n")
 
 
 def image_bytes(plan: dict[str, Any]) -> int:
@@ -257,7 +260,7 @@ def encode_shard(
         return
     batch, size, count = plan["batch_size"], image_bytes(plan), stop - start
     part = path.with_suffix(".part")
-    try:
+    with written(path.parent):
         with open(part, "r+b" if part.exists() else "w+b") as file, ThreadPoolExecutor(max_workers=1) as reader:
             header = {"descr": "<f2", "fortran_order": False, "shape": (count, 2, 2, *plan["shape"])}
             np.lib.format.write_array_header_1_0(file, header)
@@ -278,9 +281,16 @@ def encode_shard(
         described = {"name": path.name, "images": count, "sha256": checksum(part), **moments(part)}
         write_atomically(path.with_suffix(".json"), json.dumps(described))
         os.replace(part, path)
+
+
+@contextlib.contextmanager
+def written(folder: Path) -> Iterator[None]:
+    """Says in a sentence that the disk does not take what is written; what is whole stays, and what is not has no final name."""
+    try:
+        yield
     except OSError as error:
         raise SettingError(
-            f"data.cache: {path.parent} cannot be written ({error.strerror}): make room, and the same command goes on from here"
+            f"data.cache: {folder} cannot be written ({error.strerror}): make room, and the same command goes on from here"
         ) from error
 
 
@@ -305,7 +315,8 @@ def finish(folder: Path, plan: dict[str, Any]) -> None:
     require(np.isfinite(std) and std > 0, f"data.vae={plan['vae']}: the latents' standard deviation is {std}: use another VAE")
     content = json.dumps([plan, [(shard["name"], shard["sha256"]) for shard in shards]], sort_keys=True)
     info = {**plan, "std": std, "fingerprint": hashlib.sha256(content.encode()).hexdigest(), "shards": shards}
-    write_atomically(folder / "latents.json", json.dumps(info, indent=1) + "\n")
+    with written(folder):
+        write_atomically(folder / "latents.json", json.dumps(info, indent=1) + "\n")
     for shard in shards:
         (folder / shard["name"]).with_suffix(".json").unlink()
     print(f"{folder}: {' and '.join(f'{count} {split}' for split, count in plan['counts'].items())} images, {describe(info)}")
@@ -414,13 +425,16 @@ def read_info(settings: LatentsConfig) -> dict[str, Any]:
     return info
 
 
-def check(settings: LatentsConfig, decodes: bool) -> None:
-    """Refuses latents that do not fit, and a VAE that cannot be had or is another than the one that made them.
+def check(settings: LatentsConfig, decodes: bool, scores: bool) -> None:
+    """Refuses latents that do not fit, a VAE that cannot be had or is another than the one that made them, missing images.
 
     Args:
         decodes: whether samples will be drawn.
+        scores: whether they will be scored, against the images that were encoded.
     """
     info = read_info(settings)
+    if scores:
+        find_images(settings)
     if decodes:
         vae = load_vae(settings.vae, torch.device("cpu"))
         require(

@@ -235,13 +235,15 @@ def test_what_does_not_fit_is_refused(folder, encoded, monkeypatch):
     refuses(r"latents of \[4, 8, 8\]", encode, cache="new", size=4)
     refuses("cannot be loaded", encode, cache="new", vae=str(folder / "images"))
     refuses("data.path", latents.check_encode, path=str(folder / "nothing" / "here" / "now"))
+    with pytest.raises(SettingError, match="data.path"):
+        latents.check(settings(folder, path=str(folder / "no" / "such" / "images")), decodes=False, scores=True)
     os.rename(folder / "vae", folder / "kept_vae")
     latents.load_vae.cache_clear()
     try:
         (folder / "vae").symlink_to(folder / "other_vae")
         with pytest.raises(SettingError, match="other weights"):
-            latents.check(encoded, decodes=True)
-        latents.check(encoded, decodes=False)
+            latents.check(encoded, decodes=True, scores=False)
+        latents.check(encoded, decodes=False, scores=False)
     finally:
         (folder / "vae").unlink()
         os.rename(folder / "kept_vae", folder / "vae")
