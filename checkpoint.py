@@ -26,6 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import config as configuration
+import parallel
 from config import SettingError, require
 from hardware import set_up
 from model import Model, build_model, build_module, part_name
@@ -144,12 +145,13 @@ def read_run(folder: Path) -> dict[str, Any] | None:
     return run
 
 
-def save(folder: Path, parts: dict[str, Part], description: dict[str, Any]) -> None:
+def save(folder: Path, parts: dict[str, Part], description: dict[str, Any], write: bool = True) -> None:
     """Writes a new generation with all parts, makes it the one that holds, and removes the one before.
 
     Args:
         description: what goes into run.json beside the parts: identity, data, commit, machine (joined to those of earlier
             sessions).
+        write: of several processes one writes; the others hand it their share of what is spread over them.
     """
     top = folder / "checkpoint"
     top.mkdir(parents=True, exist_ok=True)
@@ -162,20 +164,38 @@ def save(folder: Path, parts: dict[str, Part], description: dict[str, Any]) -> N
         machines = [*machines, description["machine"]]
     kept = {key: value for key, value in description.items() if key != "machine"}
     target, temporary = top / generation, top / f"{generation}.tmp"
-    for leftover in (target, temporary):  # of a save that was cut off
-        shutil.rmtree(leftover, ignore_errors=True)
-    try:
-        temporary.mkdir()
-        entries = {}
-        for name, part in parts.items():
-            tensors = {f"raw{SEPARATOR}{key}": value for key, value in part.module.state_dict().items()}
-            tensors |= {f"ema{SEPARATOR}{key}": value for key, value in part.ema.items()}
+    entries = {}
+    with whole_or_not(folder, temporary):
+        if write:
+            for leftover in (target, temporary):  # of a save that was cut off
+                shutil.rmtree(leftover, ignore_errors=True)
+            temporary.mkdir()
+    for name, part in parts.items():
+        tensors = {f"raw{SEPARATOR}{key}": value for key, value in part.module.state_dict().items()}
+        tensors |= {f"ema{SEPARATOR}{key}": value for key, value in part.ema.items()}
+        tensors, optimizer = parallel.whole(tensors), parallel.whole(part.optimizer.state_dict())
+        if not write:
+            continue
+        with whole_or_not(folder, temporary):
             files = {"weights": f"{name}.safetensors", "optimizer": f"{name}.optimizer.pt"}
             save_file({key: value.detach().cpu().contiguous() for key, value in tensors.items()}, temporary / files["weights"])
-            torch.save(part.optimizer.state_dict(), temporary / files["optimizer"])
+            torch.save(optimizer, temporary / files["optimizer"])
             described_files = {kind: described(temporary / file) for kind, file in files.items()}
-            entries[name] = {"step": part.step, "seconds": round(part.seconds, 3), "files": described_files}
-        commit_generation(folder, temporary, {**kept, "machines": machines, "parts": entries})
+        entries[name] = {"step": part.step, "seconds": round(part.seconds, 3), "files": described_files}
+    if write:
+        with whole_or_not(folder, temporary):
+            commit_generation(folder, temporary, {**kept, "machines": machines, "parts": entries})
+
+
+@contextlib.contextmanager
+def whole_or_not(folder: Path, temporary: Path) -> Iterator[None]:
+    """Removes a generation that cannot be written whole.
+
+    Raises:
+        WriteError: says why, and that the one before it holds.
+    """
+    try:
+        yield
     except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have their own words for a full disk
         shutil.rmtree(temporary, ignore_errors=True)
         free = shutil.disk_usage(folder).free / 2**20
@@ -232,12 +252,15 @@ def load_weights(folder: Path, run: dict[str, Any], name: str, weights: str) -> 
 
 def restore(folder: Path, run: dict[str, Any], name: str, part: Part) -> None:
     """Loads a part's weights, EMA, optimizer state and step count in place."""
-    part.module.load_state_dict(load_weights(folder, run, name, "raw"))
+    held = part.module.state_dict()
+    weights = load_weights(folder, run, name, "raw")
+    part.module.load_state_dict({key: parallel.placed(value, held[key]) for key, value in weights.items()})
     for key, value in load_weights(folder, run, name, "ema").items():
-        part.ema[key].copy_(value)
+        part.ema[key].copy_(parallel.placed(value, part.ema[key]))
     path = part_file(folder, run, name, "optimizer")
     try:
-        part.optimizer.load_state_dict(torch.load(path, weights_only=True, map_location="cpu"))
+        state = torch.load(path, weights_only=True, map_location="cpu")
+        part.optimizer.load_state_dict(parallel.placed_state(state, list(part.module.parameters())))
     except (pickle.UnpicklingError, ValueError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
         raise SettingError(f"{path} is not the optimizer state of {name} ({reason}): take the run's own file") from None
@@ -329,7 +352,13 @@ def check_resume(folder: Path, description: dict[str, Any]) -> list[str]:
 
 
 def check_merge(
-    folders: list[Path], target: Path, identity: dict[str, Any], steps: dict[str, int], force: bool
+    folders: list[Path],
+    target: Path,
+    identity: dict[str, Any],
+    steps: dict[str, int],
+    force: bool,
+    replace: bool = False,
+    again: bool = False,
 ) -> dict[str, tuple[Path, dict[str, Any]]]:
     """Refuses to join runs that do not make up one model.
 
@@ -337,6 +366,8 @@ def check_merge(
         identity: of the merged model: the same settings with train.blocks=all.
         steps: of every part that the merged model must have.
         force: join although threads, device or versions differ.
+        replace: take a block that several runs hold from the last of them; at a constant rate they may have made other steps.
+        again: the target may hold what the same folders were joined to before; it is replaced.
 
     Returns:
         For each part the folder that owns it, and that run's run.json.
@@ -349,10 +380,12 @@ def check_merge(
     first = None
     for folder in folders:
         run = read_run(folder)
-        require(run is not None, f"merge.runs: {folder} holds no checkpoint")
+        require(run is not None, f"merge.runs: {folder} holds no checkpoint: train its block first, or name other folders")
         first = first or run
         theirs = comparable(run["identity"])
         theirs["train"]["blocks"] = "all"
+        if replace and identity["train"]["schedule"] == "constant":
+            theirs["train"]["steps"] = identity["train"]["steps"]
         found = differences(comparable(identity), theirs)
         require(not found, f"merge.runs: {folder} does not fit this configuration: {'; '.join(found[:3])}")
         found = differences(first["data"], run["data"], "data")
@@ -363,16 +396,23 @@ def check_merge(
             f"merge.runs: {folders[0]} and {folder} were not trained alike: {'; '.join(found[:3])}; merge.force=true joins them",
         )
         for name, part in run["parts"].items():
-            require(name not in owners, f"merge.runs: {name} is in {owners.get(name, [''])[0]} and in {folder}")
             require(
-                name not in steps or part["step"] == steps[name],
+                replace or name not in owners,
+                f"merge.runs: {name} is in {owners.get(name, [''])[0]} and in {folder}; merge.replace=true takes the last one's",
+            )
+            require(
+                name not in steps or part["step"] == steps[name] or (replace and part["step"] > steps[name]),
                 f"merge.runs: {name} in {folder} has made {part['step']} of {steps.get(name)} steps: let its run finish first",
             )
             owners[name] = folder, run
             for kind in part["files"]:
                 part_file(folder, run, name, kind)
     require(sorted(owners) == sorted(steps), f"merge.runs: the model has {', '.join(steps)}, the runs have {', '.join(owners)}")
-    require(read_run(target) is None, f"{target} already holds a checkpoint: remove it or set folder= to another one")
+    before = read_run(target)
+    require(
+        before is None or (again and before.get("merged_from") == sorted(map(str, folders))),
+        f"{target} already holds a checkpoint: remove it or set folder= to another one",
+    )
     return {name: owners[name] for name in steps}
 
 
@@ -383,7 +423,8 @@ def merge(owners: dict[str, tuple[Path, dict[str, Any]]], target: Path, identity
     runs = [run for _, run in owners.values()]
     total = sum(run["parts"][name]["step"] for name, (_, run) in owners.items())
     temporary = top / f"{total:09d}.tmp"
-    shutil.rmtree(temporary, ignore_errors=True)
+    for leftover in (temporary.with_suffix(""), temporary):  # of a merge that was cut off
+        shutil.rmtree(leftover, ignore_errors=True)
     temporary.mkdir()
     entries = {}
     for name, (folder, run) in owners.items():

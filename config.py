@@ -51,6 +51,28 @@ class DataConfig:
 
 
 @dataclass
+class LatentsConfig:
+    """Images as an autoencoder's latents, which mode=encode computes once; see latents.py."""
+
+    name: str = REQUIRED
+    path: str | None = None  # the images: a local folder, or a Hugging Face set; null: ILSVRC/imagenet-1k
+    vae: str = REQUIRED  # an AutoencoderKL of diffusers: a name on Hugging Face, or a folder
+    image_size: int = REQUIRED  # height and width in pixels
+    size: int = REQUIRED  # height and width of a latent
+    channels: int = REQUIRED  # of a latent
+    num_classes: int = REQUIRED  # 0: labels are not used
+    image_column: str | None = None  # found by itself among the usual spellings
+    label_column: str | None = None
+    train_split: str = "train"
+    test_split: str | None = None  # null: validation on Hugging Face, in a local folder as `test` is spelled there
+    flip: bool = False  # mirrored images in training; both are encoded
+    scale: float | None = None  # model units per latent in the VAE's own scale; null: measured, see DataConfig
+    batch_size: int = 64  # images that are encoded, or decoded, at once
+    shard_size: int = 4096  # images in a file
+    cache: str = "~/.cache/diffusion_blocks"  # the shards are in a folder `name` here
+
+
+@dataclass
 class ModelConfig:
     """A DiT. `size` names depth, width and heads; a number given beside it wins."""
 
@@ -120,6 +142,8 @@ class TrainConfig:
     ema_rampup: float | None = 0.05  # half-life is at most this share of the images seen
     precision: str = "auto"  # auto | fp32 | bf16
     compile: bool = False
+    parallel: str | None = None  # several processes: blocks (each its share of them) | data (all on one, rows of its batch)
+    shard: bool = False  # of processes that share a block: each holds a share of its parameters (FSDP2)
     log_every: int = 50  # steps of a block
     checkpoint_every: int = 1000  # steps of all blocks together
     sample_every: int = 1500  # steps of all blocks together; 0: never
@@ -175,8 +199,9 @@ class LogConfig:
 class MergeConfig:
     """For mode=merge: the folders of runs that trained different blocks of one model."""
 
-    runs: list[str] = field(default_factory=list)
+    runs: list[str] = field(default_factory=list)  # none: where the same settings with train.blocks=[0], [1] ... trained
     force: bool = False  # join runs whose threads, device or library versions differ
+    replace: bool = False  # a block that several runs hold comes from the last of them, which may have made other train.steps
 
 
 @dataclass
@@ -193,7 +218,7 @@ class Config:
     eval: EvalConfig = field(default_factory=EvalConfig)
     log: LogConfig = field(default_factory=LogConfig)
     merge: MergeConfig = field(default_factory=MergeConfig)
-    mode: str = "run"  # run (train, sample and evaluate) | train | sample | evaluate | merge
+    mode: str = "run"  # run (train, sample and evaluate) | train | sample | evaluate | merge | encode
     seed: int = 0
     out: str = "runs"  # runs are folders in here
     folder: str | None = None  # the run's folder; null: named by data, method and a hash of what is trained
@@ -202,9 +227,15 @@ class Config:
 
 
 # Hydra's schema nodes: (group, name, dataclass); a file of the group names its node in its defaults list.
-SCHEMAS = [("data", "images", DataConfig), ("model", "dit", ModelConfig), ("objective", "edm_levels", ObjectiveConfig)]
+SCHEMAS = [
+    ("data", "images", DataConfig),
+    ("data", "latents", LatentsConfig),
+    ("model", "dit", ModelConfig),
+    ("objective", "edm_levels", ObjectiveConfig),
+]
 
-MODES = ("run", "train", "sample", "evaluate", "merge")
+MODES = ("run", "train", "sample", "evaluate", "merge", "encode")
+LATENTS = ("imagenet256_latents",)  # data sets that are encoded first
 # depth, width, heads (DiT's table 1; `digits` is ours)
 SIZES = {"digits": (12, 64, 2), "S": (12, 384, 6), "B": (12, 768, 12), "L": (24, 1024, 16), "XL": (28, 1152, 16)}
 
@@ -312,6 +343,8 @@ def unify(config: Config) -> None:
     """Gives settings of one meaning one form, so that tables which share a setting share the run."""
     if config.data.path is not None and Path(config.data.path).expanduser().exists():
         config.data = dataclasses.replace(config.data, path=str(Path(config.data.path).expanduser().resolve()))
+    if isinstance(config.data, LatentsConfig) and Path(config.data.vae).expanduser().exists():
+        config.data = dataclasses.replace(config.data, vae=str(Path(config.data.vae).expanduser().resolve()))
     if config.partition.num_blocks == 1:
         config.method = MethodConfig("end_to_end")
     if config.method.name == "end_to_end":
@@ -401,13 +434,18 @@ def validate(config: Config) -> None:
     validate_dit(config)
     validate_training(config)
     validate_sampling(config)
+    if isinstance(config.data, LatentsConfig):
+        validate_latents(config.data)
+    require(
+        config.mode != "encode" or isinstance(config.data, LatentsConfig),
+        f"mode=encode has nothing to do for data={config.data.name}: choose data=imagenet256_latents",
+    )
     one_of("log.wandb", config.log.wandb, ("off", "offline", "online"))
     if config.threads is not None:
         at_least("threads", config.threads, 1)
         require(config.threads <= os.cpu_count(), f"threads={config.threads} is more than this machine's {os.cpu_count()}")
     require(config.folder != "", "folder= is empty: name a folder, or leave it null")
     if config.mode == "merge":
-        require(len(config.merge.runs) >= 1, "merge.runs is empty: name the folders to join, merge.runs=[runs/a,runs/b]")
         require(config.train.blocks == "all", "mode=merge makes the whole model: leave train.blocks=all")
     else:
         require(config.merge == MergeConfig(), "merge.runs and merge.force are for mode=merge alone: leave them out")
@@ -454,6 +492,18 @@ def validate_dit(config: Config) -> None:
     require(min(layer_split(config)) >= 1, f"partition.num_blocks={cut.num_blocks} is more than the {model.depth} layers")
 
 
+def validate_latents(data: LatentsConfig) -> None:
+    """Refuses settings of latents that cannot work; what needs the VAE is checked where it is opened."""
+    one_of("data.name", data.name, LATENTS)
+    for name in ("image_size", "batch_size", "shard_size"):
+        at_least(f"data.{name}", getattr(data, name), 1)
+    require(
+        data.shard_size % data.batch_size == 0,
+        f"data.shard_size={data.shard_size} is not a multiple of data.batch_size={data.batch_size}, and whole batches are stored",
+    )
+    require(data.scale is None or data.scale > 0, f"data.scale={data.scale} must be above 0, or null")
+
+
 def validate_training(config: Config) -> None:
     """Refuses settings of the loop."""
     train = config.train
@@ -479,6 +529,7 @@ def validate_training(config: Config) -> None:
         f"train.steps={train.steps} with train.match=iterations is less than one step for each block: give more steps",
     )
     one_of("train.block_probability", train.block_probability, ("uniform", "mass"))
+    one_of("train.parallel", train.parallel, (None, "blocks", "data"))
     one_of("train.schedule", train.schedule, ("constant", "cosine"))
     one_of("train.precision", train.precision, ("auto", "fp32", "bf16"))
     above_zero("train.learning_rate", train.learning_rate)
@@ -531,7 +582,11 @@ def trained_identity(config: Config) -> dict[str, Any]:
     plain = dataclasses.asdict(config)
     kept = {key: plain[key] for key in TRAINED}
     del kept["data"]["cache"]
-    for key in ("log_every", "checkpoint_every", "sample_every", "evaluate_every"):
+    if isinstance(config.data, LatentsConfig):  # where images and shards lie; the fingerprint says what came of them
+        for key in ("path", "image_column", "label_column", "train_split", "test_split", "batch_size", "shard_size"):
+            del kept["data"][key]
+    # Intervals; and what changes rounding only, of which the number of processes in run.json speaks.
+    for key in ("log_every", "checkpoint_every", "sample_every", "evaluate_every", "parallel", "shard"):
         del kept["train"][key]
     return kept
 
@@ -552,9 +607,20 @@ def run_folder(config: Config) -> Path:
     return Path(config.out) / f"{config.data.name}_{config.method.name}{blocks}_{digest(trained_identity(config))}"
 
 
+def job_config(config: Config, block: int) -> Config:
+    """Returns the configuration of the job that trains one of a configuration's blocks alone."""
+    folder = None if config.folder is None else f"{config.folder}_block_{block}"
+    return dataclasses.replace(config, folder=folder, train=dataclasses.replace(config.train, blocks=[block]))
+
+
+def job_folders(config: Config) -> list[Path]:
+    """Returns the folders of the jobs that train a configuration's blocks one by one."""
+    return [run_folder(job_config(config, block)) for block in owned_blocks(config)]
+
+
 # The dataclass of each group whose fields depend on what its `name` says.
 CLASSES = {
-    "data": lambda name: DataConfig,
+    "data": lambda name: LatentsConfig if name in LATENTS else DataConfig,
     "model": {"dit": ModelConfig}.get,
     "objective": {"edm": ObjectiveConfig}.get,
 }

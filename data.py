@@ -36,6 +36,12 @@ class ImageData:
     scale: float  # model units = scale * (pixels / 127.5 - 1)
     fingerprint: str
     flip: bool  # whether training may mirror an image
+    statistics: Path | None = None  # folder in which evaluation keeps what it computes of a split; None: it does not
+
+    @property
+    def pixels(self) -> "ImageData":
+        """The images that samples are scored against."""
+        return self
 
     @property
     def channels(self) -> int:
@@ -49,6 +55,11 @@ class ImageData:
     def normalize(self, images: Tensor) -> Tensor:
         """Returns uint8 images (N, C, H, W) as float32 in model units."""
         return (images.float() / 127.5 - 1) * self.scale
+
+    def heldout(self, count: int) -> tuple[Tensor, Tensor]:
+        """Returns the first held-out images in model units, and their labels."""
+        images, labels = (torch.from_numpy(array[:count].copy()) for array in (self.test.images, self.test.labels))
+        return self.normalize(images), labels
 
     def to_pixels(self, x: Tensor) -> Tensor:
         """Returns images in model units (N, C, H, W) as uint8: the inverse of `normalize`, rounded and clipped."""

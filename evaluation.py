@@ -48,6 +48,8 @@ FEATURES = ("classifier", "inception-v3-compat")
 ISC_SPLITS, KID_SUBSETS, PRC_NEIGHBORHOOD = 10, 100, 3  # torch-fidelity's defaults, written into every protocol
 INCEPTION_SHA256 = "6726825d"  # how the checksum begins: torch-fidelity names the file by it
 NETWORK_TIMEOUT = 10  # seconds
+REFERENCE_FEATURES = 50_000  # of a reference split, whose features KID, precision and recall take; FID's moments are of all
+REFERENCE_CHUNK = 10_000  # images of a larger split that are looked at together
 NEAREST_IMAGES = 1000  # images whose nearest training image is looked for
 NEAREST_PIXELS = 2**30  # a larger training split is not searched: it would take longer than the sampling
 
@@ -236,19 +238,67 @@ class _Extractor:
         return get_featuresdict_from_dataset(dataset, network, batch_size, cuda, save_cpu_ram=True, verbose=False)
 
 
-# Features of reference splits, kept for this process. torch-fidelity's cache on disk knows neither data nor weights, and
-# unpickles what it finds; this one's key knows both.
-_reference_features: dict[tuple[str, ...], dict[str, Tensor]] = {}
+class _Reference(NamedTuple):
+    """What samples are scored against.
+
+    Attributes:
+        features: float32 (n, D), of the whole split or, of a larger one, of REFERENCE_FEATURES of its images.
+        mu, sigma: mean (D,) and covariance (D, D) of the features of the whole split, float64.
+    """
+
+    features: np.ndarray
+    mu: np.ndarray
+    sigma: np.ndarray
 
 
-def _features_of_split(
-    extractor: _Extractor, data: ImageData, split: str, batch_size: int, device: torch.device
-) -> dict[str, Tensor]:
-    """Returns the features of a reference split by layer, float32 (N, D), extracted once per process."""
+# References that were computed before, in this process. torch-fidelity's cache on disk knows neither data nor weights, and
+# unpickles what it finds; this one's key knows both, and so do the names of the files that ImageData.statistics holds.
+_references: dict[tuple[str, ...], _Reference] = {}
+
+
+def _reference(extractor: _Extractor, data: ImageData, split: str, batch_size: int, device: torch.device) -> _Reference:
+    """Returns what samples are scored against, computed once per process, or once for all where the data keep it."""
     key = (data.fingerprint, split, extractor.name, extractor.sha256, device.type)
-    if key not in _reference_features:
-        _reference_features[key] = extractor(_split(data, split).images, batch_size, device)
-    return _reference_features[key]
+    if key in _references:
+        return _references[key]
+    if data.statistics is None:
+        _references[key] = _compute_reference(extractor, data, split, batch_size, device)
+        return _references[key]
+    name = "_".join([split, extractor.name, extractor.sha256[:8], data.fingerprint[:16], device.type])
+    file = data.statistics / f"{name}.npz"
+    if not file.exists():
+        data.statistics.mkdir(exist_ok=True)
+        temporary = file.with_suffix(".tmp.npz")
+        np.savez(temporary, **_compute_reference(extractor, data, split, batch_size, device)._asdict())
+        temporary.replace(file)
+    with np.load(file, allow_pickle=False) as kept:
+        _references[key] = _Reference(**kept)
+    return _references[key]
+
+
+def _compute_reference(extractor: _Extractor, data: ImageData, split: str, batch_size: int, device: torch.device) -> _Reference:
+    part, layer = _split(data, split), extractor.layer("fid")
+    if len(part.labels) <= REFERENCE_FEATURES:
+        features = extractor(part.images, batch_size, device)[layer]
+        moments = fid_features_to_statistics(features)
+        return _Reference(features.numpy(), moments["mu"], moments["sigma"])
+    return _reference_by_chunks(part, lambda images: extractor(images, batch_size, device)[layer].numpy(), REFERENCE_FEATURES)
+
+
+def _reference_by_chunks(part: Split, extract: Callable[[np.ndarray], np.ndarray], number: int) -> _Reference:
+    """Returns the moments of a split whose features would fill the memory, and the features of `number` of its images."""
+    chosen = set(_stratified(part.labels, number, seed=0).tolist())
+    kept, total, products = [], 0.0, 0.0
+    for start in range(0, len(part.labels), REFERENCE_CHUNK):
+        stop = min(start + REFERENCE_CHUNK, len(part.labels))
+        features = extract(part.images[start:stop])
+        kept.append(features[[index - start for index in range(start, stop) if index in chosen]])
+        features = features.astype(np.float64)
+        total += features.sum(0)
+        products += features.T @ features
+    count, mu = len(part.labels), total / len(part.labels)
+    kept = np.concatenate(kept)
+    return _Reference(kept, mu.astype(kept.dtype), (products - count * np.outer(mu, mu)) / (count - 1))
 
 
 def _split(data: ImageData, name: str) -> Split:
@@ -403,7 +453,7 @@ def sample_scores(
     extractor = _extractor(data.name, shape, features, inception_weights)
     kid_subset_size = min(kid_subset_size, len(samples), len(reference.images))
     generated = extractor(samples, batch_size, device)
-    real = _features_of_split(extractor, data, split, batch_size, device)
+    real = _reference(extractor, data, split, batch_size, device)
     values = {
         **_fidelity(extractor, generated, real, kid_subset_size, stream_seed(seed, "fidelity") % 2**32),
         **_label_accuracy(samples, labels, data.name, batch_size),
@@ -418,6 +468,7 @@ def sample_scores(
         "data_fingerprint": data.fingerprint,
         "split": split,
         "num_reference": len(reference.images),
+        **({"num_reference_features": len(real.features)} if len(real.features) < len(reference.images) else {}),
         "features": features,
         "features_sha256": extractor.sha256,
         "features_layer": extractor.layer("fid"),
@@ -469,11 +520,11 @@ def floor_scores(
 
 
 def _fidelity(
-    extractor: _Extractor, generated: dict[str, Tensor], real: dict[str, Tensor], kid_subset_size: int, rng_seed: int
+    extractor: _Extractor, generated: dict[str, Tensor], real: _Reference, kid_subset_size: int, rng_seed: int
 ) -> dict[str, float]:
     """Returns torch-fidelity's metrics, by its names, of features by layer."""
-    ours, theirs = generated[extractor.layer("fid")], real[extractor.layer("fid")]  # (N, D), (M, D)
-    moments = fid_features_to_statistics(ours), fid_features_to_statistics(theirs)
+    ours, theirs = generated[extractor.layer("fid")], torch.from_numpy(real.features)  # (N, D), (M, D)
+    moments = fid_features_to_statistics(ours), {"mu": real.mu, "sigma": real.sigma}
     kid = {"kid_subsets": KID_SUBSETS, "kid_subset_size": kid_subset_size, "rng_seed": rng_seed, "verbose": False}
     prc = {"prc_neighborhood": PRC_NEIGHBORHOOD, "save_cpu_ram": True, "verbose": False}
     return {
@@ -498,15 +549,16 @@ def _label_accuracy(samples: np.ndarray, labels: np.ndarray | None, data_name: s
 
 def _nearest_distances(samples: np.ndarray, data: ImageData, device: torch.device, seed: int) -> dict[str, float | str]:
     """Returns how far samples, and held-out images beside them, lie from the training images, or why that is not known."""
+    names = "nearest_train_distance", "heldout_nearest_train_distance"
+    if data.train.images.size > NEAREST_PIXELS:
+        too_large = "the training split is too large to search"
+        return {f"{name}_{summary}": too_large for name in names for summary in ("mean", "median")}
     held_out = data.test.images[_stratified(data.test.labels, NEAREST_IMAGES, seed)]
     chosen = samples[_stratified(np.zeros(len(samples)), NEAREST_IMAGES, seed)]
     distances: dict[str, float | str] = {}
-    for name, images in (("nearest_train_distance", chosen), ("heldout_nearest_train_distance", held_out)):
-        if data.train.images.size > NEAREST_PIXELS:
-            distances |= dict.fromkeys((f"{name}_mean", f"{name}_median"), "the training split is too large to search")
-        else:
-            found = nearest_train_distance(images, data.train.images, device)
-            distances |= {f"{name}_mean": float(found.mean()), f"{name}_median": float(np.median(found))}
+    for name, images in zip(names, (chosen, held_out), strict=True):
+        found = nearest_train_distance(images, data.train.images, device)
+        distances |= {f"{name}_mean": float(found.mean()), f"{name}_median": float(np.median(found))}
     return distances
 
 

@@ -5,6 +5,7 @@ The pipeline calls these functions for a DiT; another kind of model brings its o
 
 import dataclasses
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,25 +15,35 @@ from torch import Tensor, nn
 
 import data as data_sets
 import evaluation
+import latents
 import plots
 import sampler
-from config import Config, SamplerConfig, digest, require
+from config import Config, LatentsConfig, SamplerConfig, digest, require
 from data import BatchSource, ImageData
 from dblock_modules import karras_schedule
 from evaluation import LossGrid
 from hardware import Hardware
+from latents import LatentData, LatentSource
 from model import Model, build_model, build_objective
+from parallel import ALONE, World
 
 GRID_IMAGES = 40  # of the pictures that are drawn during training
 
 
 def check(config: Config) -> None:
     """Refuses what cannot work as far as it can be known without work: data, features."""
-    data_sets.check_images(**image_settings(config))
+    latent = isinstance(config.data, LatentsConfig)
+    if latent:
+        scores = config.mode in ("run", "evaluate") and config.eval.features is not None
+        latents.check(config.data, decodes=config.mode != "train", scores=scores)
+    else:
+        data_sets.check_images(**image_settings(config))
     if config.mode in ("run", "evaluate") and config.train.blocks == "all" and config.eval.features is not None:
         evaluation.check_scores(
             config.data.name,
-            (config.data.channels, config.data.size, config.data.size),
+            (3, config.data.image_size, config.data.image_size)
+            if latent
+            else (config.data.channels, config.data.size, config.data.size),
             features=config.eval.features,
             inception_weights=config.eval.inception_weights,
             num_samples=config.sampler.num_images,
@@ -53,8 +64,10 @@ def image_settings(config: Config) -> dict[str, Any]:
     return {**settings, "sigma_data": config.objective.sigma_data}
 
 
-def load(config: Config) -> ImageData:
+def load(config: Config) -> ImageData | LatentData:
     """Loads the data and checks that they are what the model is built for."""
+    if isinstance(config.data, LatentsConfig):
+        return latents.load(config.data, config.objective.sigma_data)
     data = data_sets.load_images(**image_settings(config))
     require(data.channels == config.data.channels, f"data.channels={config.data.channels}: the images have {data.channels}")
     require(
@@ -64,8 +77,10 @@ def load(config: Config) -> ImageData:
     return data
 
 
-def source(config: Config, data: ImageData, device: torch.device) -> BatchSource:
+def source(config: Config, data: ImageData | LatentData, device: torch.device) -> BatchSource:
     """Returns what gives each training step its batch."""
+    if isinstance(data, LatentData):
+        return LatentSource(data, device, seed=config.seed)
     return BatchSource(data, device, seed=config.seed)
 
 
@@ -83,13 +98,25 @@ def preview(config: Config, modules: dict[str, nn.Module], scale: float, hardwar
     plots.image_grid(images, path, columns=10)
 
 
-def sample(config: Config, model: Model, weights: dict[str, Any], folder: Path, settings: SamplerConfig) -> Path:
+def sample_sets(config: Config) -> Iterator[SamplerConfig]:
+    """Yields the settings of every set of samples that is scored: for each guidance scale its repeats."""
+    if config.eval.features is not None:
+        for guidance in config.eval.guidance or [config.sampler.guidance]:
+            for repeat in range(config.eval.repeats):
+                yield dataclasses.replace(config.sampler, guidance=guidance, seed=config.sampler.seed + repeat)
+
+
+def sample(
+    config: Config, model: Model, weights: dict[str, Any], folder: Path, settings: SamplerConfig, world: World = ALONE
+) -> Path:
     """Draws the settings' images and returns the path of their .npz; `weights` says what made them."""
+    if isinstance(config.data, LatentsConfig):
+        latents.load_vae(config.data.vae, model.device)  # what cannot be decoded is not drawn
     protocol = {"sampler": dataclasses.asdict(settings), **weights}
     guidance = settings.guidance if isinstance(settings.guidance, int | float) else "list"
     name = f"guidance_{guidance:g}" if guidance != "list" else "guidance_list"
     key = digest(protocol, 8)
-    return sampler.write_images(model, settings, folder / "samples" / f"{name}_{key}", protocol, config.log.progress)
+    return sampler.write_images(model, settings, folder / "samples" / f"{name}_{key}", protocol, config.log.progress, world)
 
 
 def evaluate(
@@ -104,15 +131,15 @@ def evaluate(
             for guidance in config.eval.guidance or [config.sampler.guidance]:
                 results.append(sample_result(config, data, model, weights, folder, hardware, split, guidance))
             settings = feature_settings(config, hardware)
-            floor = evaluation.floor_scores(data, split=split, num_samples=config.sampler.num_images, **settings)
+            floor = evaluation.floor_scores(data.pixels, split=split, num_samples=config.sampler.num_images, **settings)
             results.append({"kind": "floor", "title": f"floor, {split}", **floor})
     return results
 
 
 def heldout(config: Config, data: ImageData, count: int) -> tuple[Tensor, Tensor | None]:
     """Returns the first held-out images in model units and their labels (None for an unconditional model)."""
-    x = data.normalize(torch.from_numpy(data.test.images[:count].copy()))
-    return x, torch.from_numpy(data.test.labels[:count].copy()) if config.data.num_classes else None
+    x, labels = data.heldout(count)
+    return x, labels if config.data.num_classes else None
 
 
 def labelled(model: Model) -> evaluation.Denoise:
@@ -209,12 +236,13 @@ def sample_result(
 ) -> dict[str, Any]:
     """Scores samples at one guidance against one split, over eval.repeats sets of samples."""
     sets = []
-    for repeat in range(config.eval.repeats):
-        settings = dataclasses.replace(config.sampler, guidance=guidance, seed=config.sampler.seed + repeat)
+    for settings in sample_sets(config):
+        if settings.guidance != guidance:
+            continue
         path = sample(config, model, weights, folder, settings)
         images, labels = sampler.load_arrays(path)
         scored = evaluation.sample_scores(
-            images, labels if len(labels) else None, data, split=split, **feature_settings(config, hardware)
+            images, labels if len(labels) else None, data.pixels, split=split, **feature_settings(config, hardware)
         )
         drawn = json.loads((path.parent / "protocol.json").read_text())
         sets.append({**scored, "images": str(path.parent.relative_to(folder)), "drawn_by": drawn["environment"]})

@@ -51,9 +51,9 @@ CHUNK = 1024  # images that are decoded, hashed or counted at once
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """One split: images uint8 (N, C, H, W), a memory map, and labels int64 (N,), zeros where there are none."""
+    """One split: images uint8 (N, C, H, W), a memory map or LazyImages, and labels int64 (N,), zeros where there are none."""
 
-    images: np.ndarray
+    images: "np.ndarray | LazyImages"
     labels: np.ndarray
 
 
@@ -637,18 +637,59 @@ def _decode_images(source: _Source, split: str, images: _Encoded, channels: int,
     pixels = np.lib.format.open_memmap(target, mode="w+", dtype=np.uint8, shape=shape)
 
     def decode(i: int) -> None:
-        with _opened(source, split, images, i) as image:
-            if source.name in FIXED and image.size != (source.size, source.size):
-                raise ValueError(f"its size is {image.size}, not that of {source.name}")
-            upright = ImageOps.exif_transpose(image).convert("L" if channels == 1 else "RGB")
-            array = np.asarray(crop(upright, source.size))  # (size, size) or (size, size, 3)
-        pixels[i] = array.reshape(source.size, source.size, channels).transpose(2, 0, 1)
+        pixels[i] = _decode_image(source, split, images, i, channels)
 
     with ThreadPoolExecutor() as pool, tqdm(total=images.count, desc=f"decoding {split}", disable=None) as bar:
         for start in range(0, images.count, CHUNK):
             for _ in pool.map(decode, range(start, min(start + CHUNK, images.count))):
                 bar.update()
     pixels.flush()
+
+
+def _decode_image(source: _Source, split: str, images: _Encoded, i: int, channels: int) -> np.ndarray:
+    """Returns one image, upright, resized and cropped: uint8 (channels, size, size)."""
+    with _opened(source, split, images, i) as image:
+        if source.name in FIXED and image.size != (source.size, source.size):
+            raise ValueError(f"its size is {image.size}, not that of {source.name}")
+        upright = ImageOps.exif_transpose(image).convert("L" if channels == 1 else "RGB")
+        array = np.asarray(crop(upright, source.size))  # (size, size) or (size, size, 3)
+    return array.reshape(source.size, source.size, channels).transpose(2, 0, 1)
+
+
+class LazyImages:
+    """Images of a split that is too large to be kept decoded, as an array uint8 (N, 3, H, W) that decodes what is asked for."""
+
+    def __init__(self, source: _Source, split: str, images: _Encoded) -> None:
+        self.shape = (images.count, 3, source.size, source.size)
+        self._arguments = source, split, images
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, index: int | slice | np.ndarray) -> np.ndarray:
+        if isinstance(index, int):
+            return _decode_image(*self._arguments, index, 3)
+        with ThreadPoolExecutor() as pool:
+            rows = list(pool.map(self.__getitem__, np.arange(len(self))[index].tolist()))
+        return np.stack(rows) if rows else np.zeros((0, *self.shape[1:]), np.uint8)
+
+
+def open_splits(source: _Source, scratch: Path) -> tuple[dict[str, Split], int]:
+    """Returns the splits of a set of image files, decoded as they are read, and the number of classes.
+
+    Args:
+        scratch: a folder that lives as long as they do; `datasets` keeps its copy of local Parquet files there.
+    """
+    raw = READERS[source.layout](source, scratch)
+    for split, (images, labels) in raw.splits.items():
+        _check_split(source, split, images, labels, raw.num_classes)
+    return {
+        split: Split(LazyImages(source, split, images), labels.astype(np.int64)) for split, (images, labels) in raw.splits.items()
+    }, raw.num_classes
 
 
 def crop(image: Image.Image, size: int) -> Image.Image:

@@ -9,11 +9,13 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
+from torch.distributed import is_torchelastic_launched
 
 import config as configuration
 import pipeline
 from checkpoint import WriteError
 from config import SCHEMAS, Config, SettingError
+from parallel import ProcessLost
 from train import NonFiniteLoss, Stopped
 
 store = ConfigStore.instance()
@@ -30,6 +32,10 @@ def main(composed: DictConfig) -> None:
     """
     sweeping = HydraConfig.get().mode == RunMode.MULTIRUN
     try:
+        configuration.require(
+            not (sweeping and is_torchelastic_launched()),
+            "a sweep (-m) under torchrun: start torchrun once per run, or the sweep with a launcher of Hydra's",
+        )
         OmegaConf.resolve(composed)
         missing = OmegaConf.missing_keys(composed)
         configuration.require(not missing, f"{', '.join(sorted(missing))} must be set")
@@ -37,7 +43,7 @@ def main(composed: DictConfig) -> None:
         typed = HydraConfig.get().overrides.task
         configuration.check_typed(config, typed)
         pipeline.run(configuration.resolve(configuration.with_trained_settings(config, typed)), asked(), wait=sweeping)
-    except (SettingError, NonFiniteLoss, WriteError) as error:
+    except (SettingError, NonFiniteLoss, WriteError, ProcessLost) as error:
         if sweeping:
             raise
         sys.exit(f"error: {error}")

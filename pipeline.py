@@ -6,6 +6,7 @@ What is particular to a kind of model (its data, samples and scores) is in a mod
 import contextlib
 import dataclasses
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,15 @@ import checkpoint
 import config as configuration
 import generation
 import hardware as machine
+import latents
+import parallel
 import plots
 import train as training
 from config import Config, SettingError, require
 from data import ImageData
 from hardware import Hardware
 from model import build_objective, part_name
+from parallel import World
 
 # By model.name: the module that knows what this kind of model is for.
 KINDS = {"dit": generation}
@@ -37,21 +41,39 @@ def run(config: Config, asked: dict[str, Any] | None = None, wait: bool = False)
     Raises:
         SettingError: a setting that cannot work, before any work.
     """
-    folder = configuration.run_folder(config)
-    hardware = machine.set_up(config.device, config.train.precision, config.threads)
-    if config.mode == "merge":
-        merge(config, folder)
-        return folder
-    check(config, folder)
-    data = None if config.mode == "sample" else KINDS[config.model.name].load(config)
-    with checkpoint.locked(folder, wait):
+    folder = latents.shard_folder(config.data) if config.mode == "encode" else configuration.run_folder(config)
+    hardware = machine.set_up(parallel.local_device(config.device), config.train.precision, config.threads)
+    with parallel.joined(hardware.device) as world, contextlib.ExitStack() as held:
+        if world.first:
+            parallel.check(config, world)
+            if config.mode != "merge":
+                check(config, folder)
+        else:
+            held.enter_context(contextlib.redirect_stdout(held.enter_context(open(os.devnull, "w"))))
+        world.wait()  # the others start when the settings are right; what is wrong is said once
+        if config.mode == "merge":
+            merge(config, folder)
+            return folder
+        with world.in_turn():  # what the first decodes into the cache, the others find there
+            data = None if config.mode in ("sample", "encode") else KINDS[config.model.name].load(config)
+        if world.first:
+            held.enter_context(checkpoint.locked(folder, wait))
+        world.wait()
+        if config.mode == "encode":
+            latents.encode(config.data, hardware.device, world, config.log.progress)
+            return folder
         if config.mode in ("run", "train"):
             where = f"{hardware.precision} on {hardware.device}, {hardware.threads} threads"
+            where += f", {world.size} processes" if world.size > 1 else ""
             print(f"{folder}: {where}, data scaled by {data.scale:.4f}")
-            train(config, data, folder, hardware)
+            if config.train.parallel == "blocks":
+                train_apart(config, data, folder, hardware, world)
+            else:
+                train(config, data, folder, hardware, world)
             print(f"trained: {folder / 'checkpoint'}")
         if config.mode in ("run", "sample", "evaluate"):
-            use(config, data, folder, hardware, asked or {})
+            use(config, data, folder, hardware, asked or {}, world)
+        world.wait()
     return folder
 
 
@@ -64,14 +86,16 @@ def check(config: Config, folder: Path) -> None:
         )
     checkpoint.check_folder(folder)
     read_results(folder)
-    if config.mode != "sample":
+    if config.mode == "encode":
+        latents.check_encode(config.data)
+    elif config.mode != "sample":
         KINDS[config.model.name].check(config)
 
 
 @contextlib.contextmanager
-def reporter(config: Config, folder: Path) -> Iterator[Callable[[dict[str, Any]], None]]:
+def reporter(config: Config, folder: Path, world: World) -> Iterator[Callable[[dict[str, Any]], None]]:
     """Yields what receives each row of metrics.jsonl: wandb, or nothing."""
-    if config.log.wandb == "off":
+    if config.log.wandb == "off" or not world.first:
         yield lambda row: None
         return
     import wandb
@@ -93,16 +117,18 @@ def reporter(config: Config, folder: Path) -> Iterator[Callable[[dict[str, Any]]
         yield lambda row: session.log({f"block_{row['block']}/{key}": row[key] for key in ("step", "loss", "rate", "seconds")})
 
 
-def train(config: Config, data: ImageData, folder: Path, hardware: Hardware) -> None:
-    """Trains the job's blocks, drawing the partition first and samples at intervals."""
+def train(config: Config, data: ImageData, folder: Path, hardware: Hardware, world: World) -> None:
+    """Trains the job's blocks, drawing the partition first and samples at intervals; the world's processes share them."""
     kind = KINDS[config.model.name]
-    description = training.describe(config, data.fingerprint, data.scale, hardware, machine.environment())
-    for warning in checkpoint.check_resume(folder, description):
-        print(f"warning: {warning}")
-    for name in ("plots", "samples"):
-        (folder / name).mkdir(exist_ok=True)
-    configuration.save_config(config, folder / "config.yaml")
-    kind.plot_partition(config, folder / "plots" / "partition.png")
+    description = training.describe(config, data.fingerprint, data.scale, hardware, machine.environment(), world.size)
+    warnings = checkpoint.check_resume(folder, description)
+    if world.first:
+        for warning in warnings:
+            print(f"warning: {warning}")
+        for name in ("plots", "samples"):
+            (folder / name).mkdir(exist_ok=True)
+        configuration.save_config(config, folder / "config.yaml")
+        kind.plot_partition(config, folder / "plots" / "partition.png")
 
     def draw_grid(modules: dict[str, nn.Module], path: Path) -> None:
         kind.preview(config, modules, data.scale, hardware, path)
@@ -113,18 +139,48 @@ def train(config: Config, data: ImageData, folder: Path, hardware: Hardware) -> 
         rows.append({"step": step, **kind.measure(config, modules, data, hardware)})
         checkpoint.write_atomically(curve, "".join(json.dumps(row) + "\n" for row in rows))
 
-    with reporter(config, folder) as report:
+    with reporter(config, folder, world) as report:
         source = kind.source(config, data, hardware.device)
-        training.train(config, build_objective(config), source, folder, hardware, description, draw_grid, measure, report)
+        training.train(config, build_objective(config), source, folder, hardware, description, draw_grid, measure, report, world)
 
 
-def merge(config: Config, folder: Path) -> None:
-    """Joins runs that trained different blocks into the folder that one job over all blocks would have."""
-    folders = [Path(path) for path in config.merge.runs]
+def train_apart(config: Config, data: ImageData, folder: Path, hardware: Hardware, world: World) -> None:
+    """Trains every block in a job of its own, each process or group of processes its share of them, and joins them."""
+    blocks = configuration.owned_blocks(config)
+    steps = training.steps_per_block(config, build_objective(config))
+    run_file = checkpoint.read_run(folder)
+    world.wait()  # all have read the file that the first one may replace below
+    if run_file is not None and [run_file["parts"][part_name(block)]["step"] for block in blocks] == steps:
+        return
+    groups = min(world.size, len(blocks))
+    group, sharing = world.split(groups)
+    for block in blocks[group::groups]:
+        job = configuration.job_config(config, block)
+        job.log = dataclasses.replace(config.log, progress=config.log.progress and world.first)
+        target = configuration.run_folder(job)
+        require(
+            run_file is None or checkpoint.read_run(target) is not None,
+            f"{folder} holds a checkpoint, but {target}, where block {block} would go on, does not: leave train.parallel out",
+        )
+        with checkpoint.locked(target) if sharing.first else contextlib.nullcontext():
+            train(job, data, target, hardware, sharing)
+    world.wait()
+    if world.first:
+        merge(config, folder, again=True)
+    world.wait()
+
+
+def merge(config: Config, folder: Path, again: bool = False) -> None:
+    """Joins runs that trained different blocks into the folder that one job over all blocks would have.
+
+    Args:
+        again: the folder is held already, and what the same runs were joined to before is replaced.
+    """
+    folders = [Path(path) for path in config.merge.runs] or configuration.job_folders(config)
     identity = configuration.trained_identity(config)
     steps = {part_name(block): count for block, count in enumerate(training.steps_per_block(config, build_objective(config)))}
-    owners = checkpoint.check_merge(folders, folder, identity, steps, config.merge.force)
-    with checkpoint.locked(folder):
+    owners = checkpoint.check_merge(folders, folder, identity, steps, config.merge.force, config.merge.replace, again)
+    with contextlib.nullcontext() if again else checkpoint.locked(folder):
         (folder / "plots").mkdir(exist_ok=True)
         configuration.save_config(config, folder / "config.yaml")
         rows = [row for path in folders for row in training.read_metrics(path / "metrics.jsonl")]
@@ -139,8 +195,11 @@ def merge(config: Config, folder: Path) -> None:
 # Use of a trained model
 
 
-def use(config: Config, data: ImageData | None, folder: Path, hardware: Hardware, asked: dict[str, Any]) -> None:
-    """Samples from a trained model, or samples and scores it; scores that are there already are not computed again."""
+def use(config: Config, data: ImageData | None, folder: Path, hardware: Hardware, asked: dict[str, Any], world: World) -> None:
+    """Samples from a trained model, or samples and scores it; scores that are there already are not computed again.
+
+    Processes divide the samples, and the first one scores.
+    """
     kind = KINDS[config.model.name]
     run_file = checkpoint.read_run(folder)
     missing = sorted(set(map(part_name, range(configuration.trained_blocks(config)))) - run_file["parts"].keys())
@@ -154,7 +213,11 @@ def use(config: Config, data: ImageData | None, folder: Path, hardware: Hardware
     if config.mode == "sample" or not results:
         model = checkpoint.load_model(folder, config.sampler.weights, str(hardware.device))
         if config.mode == "sample":
-            print(f"samples: {kind.sample(config, model, weights, folder, config.sampler)}")
+            print(f"samples: {kind.sample(config, model, weights, folder, config.sampler, world)}")
+            return
+        for settings in kind.sample_sets(config) if world.size > 1 else ():
+            kind.sample(config, model, weights, folder, settings, world)
+        if not world.first:
             return
         results = kind.evaluate(config, data, model, weights, folder, hardware)
         environment = {**machine.environment(), "device": hardware.name}
@@ -162,6 +225,8 @@ def use(config: Config, data: ImageData | None, folder: Path, hardware: Hardware
             result["protocol"] = {**result["protocol"], **weights, "environment": environment}
             result["questions"] = [question]
         write_results(folder, results)
+    if not world.first:
+        return
     if asked.get("experiment"):
         write_asked(folder, {**asked, "question": question})
     print_results(results, folder)

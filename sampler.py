@@ -22,12 +22,14 @@ from PIL import Image
 from torch import Tensor
 from tqdm import tqdm
 
+import latents
 import plots
-from config import SamplerConfig
+from config import LatentsConfig, SamplerConfig
 from data import to_pixels
 from dblock_modules import make_schedule, visits
 from hardware import environment
 from model import Model
+from parallel import ALONE, World
 from randomness import generator
 
 Denoiser = Callable[[Tensor, float], Tensor]
@@ -116,14 +118,24 @@ def sample_images(model: Model, settings: SamplerConfig, start: int = 0, stop: i
     denoiser = model.denoiser(None if labels is None else labels.to(model.device), settings.guidance)
     noise = image_noise(settings.seed, range(start, stop), model.shape, model.device)
     x = SAMPLERS[settings.name](denoiser, noise, model_schedule(model, settings))
+    if isinstance(model.config.data, LatentsConfig):
+        return latents.decode(x, model.scale, model.config.data).cpu(), labels
     return to_pixels(x, model.scale).cpu(), labels
 
 
-def write_images(model: Model, settings: SamplerConfig, folder: Path, protocol: dict[str, Any], progress: bool = True) -> Path:
+def write_images(
+    model: Model,
+    settings: SamplerConfig,
+    folder: Path,
+    protocol: dict[str, Any],
+    progress: bool = True,
+    world: World = ALONE,
+) -> Path:
     """Draws the settings' images into a folder, batch by batch; cut off, it goes on after the last whole batch.
 
     Args:
         protocol: what identifies the images; kept beside them.
+        world: the processes that divide the batches among them.
 
     Returns:
         The path of an .npz with `images` (N, C, H, W) uint8 and `labels` (N,) int64. Beside it `grid.png` and, by
@@ -142,16 +154,18 @@ def write_images(model: Model, settings: SamplerConfig, folder: Path, protocol: 
         "visits": visits(schedule, model.objective.partition),
         "schedule": schedule.tolist(),
     }
-    (folder / "protocol.json").write_text(json.dumps(protocol, indent=1) + "\n")
-    files = []
-    for index in tqdm(
-        range(math.ceil(settings.num_images / settings.batch_size)), desc="sampling", unit="batch", disable=not progress
-    ):
-        files.append(batches / f"{index:06d}.npz")
-        if not is_whole(files[-1]):
+    if world.first:
+        (folder / "protocol.json").write_text(json.dumps(protocol, indent=1) + "\n")
+    files = [batches / f"{index:06d}.npz" for index in range(math.ceil(settings.num_images / settings.batch_size))]
+    share = range(world.rank, len(files), world.size)
+    for index in tqdm(share, desc="sampling", unit="batch", disable=not (progress and world.first)):
+        if not is_whole(files[index]):
             start = index * settings.batch_size
             images, labels = sample_images(model, settings, start, min(start + settings.batch_size, settings.num_images))
-            save_arrays(files[-1], images.numpy(), np.zeros(0, np.int64) if labels is None else labels.numpy())
+            save_arrays(files[index], images.numpy(), np.zeros(0, np.int64) if labels is None else labels.numpy())
+    world.wait()
+    if not world.first:
+        return result
     loaded = [load_arrays(file) for file in files]
     images, labels = (np.concatenate(arrays) for arrays in zip(*loaded, strict=True))
     plots.image_grid(images[:100], folder / "grid.png", columns=10)

@@ -22,12 +22,14 @@ from tqdm import tqdm
 
 import checkpoint
 import config as configuration
+import parallel
 import plots
 from checkpoint import Part
 from config import Config, TrainConfig
 from data import Source
 from hardware import Hardware
 from model import Draw, Objective, build_module, part_name, trained_parts
+from parallel import ALONE, World
 from randomness import stream_seed
 
 
@@ -121,10 +123,12 @@ def ema_decay(settings: TrainConfig, step: int) -> float:
 # A part and its step
 
 
-def build_part(config: Config, name: str, device: torch.device) -> Part:
+def build_part(config: Config, name: str, device: torch.device, world: World = ALONE) -> Part:
     """Returns a part at its start, with gradients, EMA and optimizer of its own."""
-    module = build_module(config, name).to(device)
-    settings = config.train
+    module, settings = build_module(config, name), config.train
+    if settings.shard:
+        parallel.shard(module, world, device)
+    module.to(device)
     optimizer = torch.optim.AdamW(
         module.parameters(),
         lr=settings.learning_rate,
@@ -144,6 +148,7 @@ def train_step(
     block: int,
     steps: int,
     hardware: Hardware,
+    world: World = ALONE,
 ) -> Tensor:
     """One optimizer step of one block; nothing but the parts that it trains moves.
 
@@ -151,24 +156,29 @@ def train_step(
         modules: every part's module by name, or its compiled form.
         trained: the parts that this block's steps train, its own first: that one's count names what is drawn.
         steps: that the block makes in all.
+        world: the processes that share the block; each takes its rows of the batch.
 
     Returns:
         The mean loss of the batch, on the device; not finite where a gradient is not.
     """
     started = time.perf_counter()
     step, size = trained[0].step, settings.batch_size
+    rows = world.rows(size)
     micro = settings.micro_batch or size
     total = torch.zeros((), device=hardware.device)
-    for start in range(0, size, micro):
-        draw = Draw(block, step, size, slice(start, min(start + micro, size)))
+    for start in range(rows.start, rows.stop, micro):
+        draw = Draw(block, step, size, slice(start, min(start + micro, rows.stop)))
         batch = source.batch(draw.block, draw.step, draw.batch_size, draw.rows)
-        loss = objective.training_loss(modules, batch, draw, hardware.autocast()).sum() / size
-        loss.backward()
+        with parallel.travelling(modules[part_name(block)], last=draw.rows.stop == rows.stop):
+            loss = objective.training_loss(modules, batch, draw, hardware.autocast()).sum() / size
+            (loss * world.size).backward()  # gradients are averaged over the processes
         total += loss.detach()
     for part in trained:
         limit = math.inf if settings.clip_norm is None else settings.clip_norm
         norm = nn.utils.clip_grad_norm_(part.module.parameters(), limit)
-        total += 0 * norm  # a bad gradient stops the run as a bad loss does, and as late: without waiting for the device
+        total += 0 * parallel.whole(
+            norm
+        )  # a bad gradient stops the run as a bad loss does, and as late: without waiting for the device
         for group in part.optimizer.param_groups:
             group["lr"] = learning_rate(settings, step, steps)
         part.optimizer.step()
@@ -177,7 +187,7 @@ def train_step(
             torch._foreach_lerp_(list(part.ema.values()), list(part.module.parameters()), 1 - ema_decay(settings, part.step))
         part.step += 1
     trained[0].seconds += time.perf_counter() - started
-    return total
+    return world.add(total)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -190,10 +200,16 @@ class Metrics:
     Reading a loss waits for the device, so it happens here and nowhere else in the loop.
     """
 
-    def __init__(self, path: Path, steps: dict[int, int], on_row: Callable[[dict[str, Any]], None]) -> None:
-        """Cuts an existing file back to the checkpoint, whose parts have made these steps."""
-        self.path, self.on_row = path, on_row
+    def __init__(self, path: Path, steps: dict[int, int], on_row: Callable[[dict[str, Any]], None], keep: bool = True) -> None:
+        """Cuts an existing file back to the checkpoint, whose parts have made these steps.
+
+        Args:
+            keep: whether rows are written; of several processes, which have the same losses, one does.
+        """
+        self.path, self.on_row, self.keep = path, on_row, keep
         self.pending: dict[int, list[Tensor]] = defaultdict(list)
+        if not keep:
+            return
         rows = [row for row in read_metrics(path) if row["step"] <= steps.get(row["block"], 0)]
         checkpoint.write_atomically(path, "".join(json.dumps(row) + "\n" for row in rows))
 
@@ -217,9 +233,10 @@ class Metrics:
         if not losses:
             return None
         row = {"block": block, "step": step, "loss": sum(losses) / len(losses), **values}
-        with open(self.path, "a") as file:
-            file.write(json.dumps(row) + "\n")
-        self.on_row(row)
+        if self.keep:
+            with open(self.path, "a") as file:
+                file.write(json.dumps(row) + "\n")
+            self.on_row(row)
         return row["loss"]
 
 
@@ -253,7 +270,9 @@ def stop_signals() -> Iterator[list[int]]:
         restore()
 
 
-def describe(config: Config, fingerprint: str, scale: float, hardware: Hardware, versions: dict[str, Any]) -> dict[str, Any]:
+def describe(
+    config: Config, fingerprint: str, scale: float, hardware: Hardware, versions: dict[str, Any], processes: int = 1
+) -> dict[str, Any]:
     """Returns what a checkpoint says of itself beside its parts: settings, data and machine; merge and resume compare these."""
     return {
         "identity": configuration.trained_identity(config),
@@ -263,6 +282,7 @@ def describe(config: Config, fingerprint: str, scale: float, hardware: Hardware,
             "precision": hardware.precision,
             "device": hardware.name,
             "threads": hardware.threads,
+            "processes": processes,  # that share a block
             **{name: versions[name] for name in ("torch", "python", "cpu")},
         },
     }
@@ -273,7 +293,7 @@ def ema_modules(config: Config, parts: Mapping[str, Part], device: torch.device)
     modules = {}
     for name, part in parts.items():
         modules[name] = build_module(config, name).to(device).eval()
-        modules[name].load_state_dict(part.ema)
+        modules[name].load_state_dict(parallel.whole(part.ema))
     return modules
 
 
@@ -287,6 +307,7 @@ def train(
     draw_grid: Callable[[dict[str, nn.Module], Path], None],
     measure: Callable[[dict[str, nn.Module], int], None],
     on_row: Callable[[dict[str, Any]], None],
+    world: World = ALONE,
 ) -> None:
     """Trains the job's blocks to their last step, from the checkpoint in `folder` if there is one.
 
@@ -296,6 +317,7 @@ def train(
         draw_grid: draws samples of a whole model, given its modules with EMA weights, into a PNG, at intervals.
         measure: scores such a model after a number of steps of all blocks together, at intervals.
         on_row: receives each row of metrics.jsonl.
+        world: the processes that share the job's blocks; the first one writes.
 
     Raises:
         SettingError: the checkpoint has made more steps than that.
@@ -317,7 +339,7 @@ def train(
     if run is not None and all(run["parts"][part_name(block)]["step"] == steps[block] for block in owned):
         return  # finished
     names = sorted({name for block in owned for name in trained[block]})
-    parts = {name: build_part(config, name, hardware.device) for name in names}
+    parts = {name: build_part(config, name, hardware.device, world) for name in names}
     if run is not None:
         for name, part in parts.items():
             checkpoint.restore(folder, run, name, part)
@@ -328,7 +350,9 @@ def train(
                 f"train.steps={settings.steps}: the checkpoint in {folder} has made {made} steps of block {block} already",
             )
     modules = {name: torch.compile(part.module) if settings.compile else part.module for name, part in parts.items()}
-    metrics = Metrics(folder / "metrics.jsonl", {block: parts[part_name(block)].step for block in owned}, on_row)
+    modules = {name: parallel.wrapped(module, world, settings.shard) for name, module in modules.items()}
+    made = {block: parts[part_name(block)].step for block in owned}
+    metrics = Metrics(folder / "metrics.jsonl", made, on_row, keep=world.first)
 
     def write_metrics(block: int) -> float | None:
         part = parts[part_name(block)]
@@ -338,7 +362,8 @@ def train(
     def save() -> None:
         for block in owned:
             write_metrics(block)  # reads every loss: a checkpoint never holds what came after a bad one
-        checkpoint.save(folder, parts, description)
+        checkpoint.save(folder, parts, description, world.first)
+        world.wait()
 
     # What is left to do: each block's steps from its own count on, whatever order earlier sessions followed.
     seen: dict[int, int] = defaultdict(int)
@@ -349,11 +374,13 @@ def train(
             todo.append(block)
     done = sum(parts[part_name(block)].step for block in owned)
     losses: dict[int, float] = {}
-    bar = tqdm(total=done + len(todo), initial=done, unit="step", desc="training", disable=not config.log.progress)
+    bar = tqdm(
+        total=done + len(todo), initial=done, unit="step", desc="training", disable=not (config.log.progress and world.first)
+    )
     with stop_signals() as stop, bar:
         for index, block in enumerate(todo):
             own = [parts[name] for name in trained[block]]
-            loss = train_step(settings, objective, source, modules, own, block, steps[block], hardware)
+            loss = train_step(settings, objective, source, modules, own, block, steps[block], hardware, world)
             if index + 1 < len(todo):
                 source.prefetch(todo[index + 1], parts[part_name(todo[index + 1])].step, settings.batch_size)
             metrics.add(block, loss)
@@ -362,18 +389,25 @@ def train(
             if own[0].step % settings.log_every == 0:
                 losses[block] = write_metrics(block)
                 bar.set_postfix_str(" ".join(f"{b}:{value:.3f}" for b, value in sorted(losses.items())))
-            if stop:
+            if world.agree(int(bool(stop))):
                 break
             if done % settings.checkpoint_every == 0:
                 save()
             if len(owned) == len(steps):  # the model is whole
                 if settings.sample_every and done % settings.sample_every == 0:
-                    draw_grid(ema_modules(config, parts, hardware.device), folder / "samples" / f"step_{done:09d}.png")
+                    averaged = ema_modules(config, parts, hardware.device)
+                    if world.first:
+                        draw_grid(averaged, folder / "samples" / f"step_{done:09d}.png")
+                    world.wait()
                 if settings.evaluate_every and done % settings.evaluate_every == 0:
-                    measure(ema_modules(config, parts, hardware.device), done)
+                    averaged = ema_modules(config, parts, hardware.device)
+                    if world.first:
+                        measure(averaged, done)
+                    world.wait()
         save()
-        if stop:
+        if number := world.agree(stop[0] if stop else 0):
             bar.close()
-            tqdm.write(f"stopped by signal {stop[0]} after {done} steps; the same command goes on from here")
-            raise Stopped(128 + stop[0])
-    plots.plot_training_loss(read_metrics(folder / "metrics.jsonl"), folder / "plots" / "loss.png", len(steps))
+            tqdm.write(f"stopped by signal {number} after {done} steps; the same command goes on from here")
+            raise Stopped(128 + number)
+    if world.first:
+        plots.plot_training_loss(read_metrics(folder / "metrics.jsonl"), folder / "plots" / "loss.png", len(steps))

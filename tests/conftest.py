@@ -6,8 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
+from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
 
 import config as configuration
 import generation
@@ -29,6 +32,43 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def digits(cache: Path) -> ImageData:
     """The digits, in model units of standard deviation .5."""
     return generation.load(make_config(cache=cache))
+
+
+@pytest.fixture(scope="session")
+def inception_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file of random weights in the place of Inception's; a test that uses it sets evaluation.INCEPTION_SHA256 to its own."""
+    path = tmp_path_factory.mktemp("inception") / "weights.pth"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FeatureExtractorInceptionV3, "load_state_dict", lambda self, state: None)
+        torch.save({}, path)
+        network = FeatureExtractorInceptionV3("inception-v3-compat", ["2048"], feature_extractor_weights_path=str(path))
+    torch.save(network.state_dict(), path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def images_and_vaes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """26 training and 12 test images of two classes, of other sizes than 16x16; VAEs that make latents of 4x8x8 of those."""
+    from diffusers import AutoencoderKL
+
+    folder = tmp_path_factory.mktemp("latents")
+    random = np.random.default_rng(0)
+    for split, count in (("train", 13), ("val", 6)):
+        for name in ("cat", "dog"):
+            (folder / "images" / split / name).mkdir(parents=True)
+            for index in range(count):
+                coarse = Image.fromarray(random.integers(0, 256, (3, 4, 3), dtype=np.uint8))
+                coarse.resize((40, 28 + index), Image.Resampling.BICUBIC).save(folder / "images" / split / name / f"{index}.png")
+    for name, seed in (("vae", 0), ("other_vae", 1)):
+        torch.manual_seed(seed)
+        AutoencoderKL(
+            down_block_types=("DownEncoderBlock2D",) * 2,
+            up_block_types=("UpDecoderBlock2D",) * 2,
+            block_out_channels=(8, 16),
+            norm_num_groups=4,
+            scaling_factor=0.7,
+        ).save_pretrained(folder / name)
+    return folder
 
 
 def make_config(cache: Path | str = "unused", **groups: dict) -> Config:

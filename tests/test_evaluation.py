@@ -13,7 +13,6 @@ import torch_fidelity
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from scipy.ndimage import gaussian_filter
-from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
 
 import evaluation
 import features
@@ -318,17 +317,6 @@ def test_a_choice_gives_each_class_its_share():
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Inception, with random weights
-
-
-@pytest.fixture(scope="module")
-def inception_weights(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("inception") / "weights.pth"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FeatureExtractorInceptionV3, "load_state_dict", lambda self, state: None)
-        torch.save({}, path)
-        network = FeatureExtractorInceptionV3("inception-v3-compat", ["2048"], feature_extractor_weights_path=str(path))
-    torch.save(network.state_dict(), path)
-    return path
 
 
 def test_inception_scores_colour_and_grey_images(inception_weights, digits, monkeypatch):

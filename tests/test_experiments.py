@@ -46,7 +46,7 @@ def configs():
 
 
 @pytest.fixture(scope="module")
-def made_data(tmp_path_factory) -> dict[str, list[str]]:
+def made_data(tmp_path_factory, images_and_vaes) -> dict[str, list[str]]:
     """Overrides that put each scale on small made data; digits need none."""
     random, folder = np.random.default_rng(0), tmp_path_factory.mktemp("made")
 
@@ -55,8 +55,12 @@ def made_data(tmp_path_factory) -> dict[str, list[str]]:
         return {name: (random.integers(0, 256, shape, dtype=np.uint8), np.arange(20) % 10) for name in ("train", "test")}
 
     cifar, fashion = write_binary(folder / "cifar", splits(3, 32)), write_idx(folder / "fashion", splits(1, 28), zipped=False)
+    encoded = [f"data.path={images_and_vaes / 'images'}", f"data.vae={images_and_vaes / 'vae'}", f"data.cache={folder}"]
+    encoded += ["data.image_size=16", "data.size=8", "data.num_classes=2", "eval.features=null"]
+    pipeline.run(resolved("mode=encode", "data=imagenet256_latents", *encoded, "log.progress=false"))
     return {
         "digits": [],
+        "imagenet256": encoded,
         "cifar10": [f"data.path={cifar}", "model.patch_size=16", "eval.features=null", f"data.cache={folder / 'cache'}"],
         "fashion": [f"data.path={fashion}", f"data.cache={folder / 'cache'}"],
     }
@@ -116,6 +120,17 @@ def test_versions_differ_where_the_paper_says():
         assert (cut.num_blocks, cut.overlap) == (blocks, overlap)
         assert resolved(f"paper={paper}", "experiment=num_blocks").partition.overlap == ablation
         assert resolved(f"paper={paper}", "experiment=partition").partition.overlap == 0.0
+
+
+def test_imagenet256_is_that_of_either_version():
+    config = resolved("experiment=imagenet256_dit_l2")
+    assert (config.model.depth, config.model.width, config.partition.num_blocks, config.partition.overlap) == (24, 1024, 3, 0.05)
+    assert (config.train.batch_size, config.train.learning_rate, config.train.label_dropout) == (512, 5e-5, 0.1)
+    assert config.train.steps == round(100 * 1_281_167 / 512, -2)
+    assert (config.sampler.steps, config.sampler.guidance, config.sampler.num_images) == (50, 2.0, 50_000)
+    first = resolved("experiment=imagenet256_dit_l2", "paper=v1")
+    assert (first.partition.num_blocks, first.partition.overlap, first.data.vae) == (4, 0.1, "stabilityai/sdxl-vae")
+    assert (first.train.batch_size, first.train.learning_rate, first.train.steps) == (1024, 1e-4, 125_100)
 
 
 def test_tables_share_runs():
