@@ -112,8 +112,8 @@ TABLES = (
     Table(
         "solver",
         "Solver and spacing",
-        "Not a table of the paper. 25 nodes of Heun cost as many evaluations as 49 of Euler. The held-out loss does not depend on "
-        "the sampler.",
+        "Not a table of the paper. 25 nodes of Heun cost as many evaluations as 49 of Euler. The held-out loss does not depend "
+        "on the sampler.",
         "sampler.name=euler sampler.schedule=karras sampler.steps=49",
     ),
     Table(
@@ -240,7 +240,7 @@ def verdict(name: str, ours: Values, paper: dict[str, float]) -> str:
     best_common = min(common, key=average.get)
     return (
         f"{name}: **{word}**. Of {pairs} pairs of settings {seen[True]} differ as in the paper, {seen[False]} the other way, "
-        f"{unseen} by less than {RESOLVED:g} standard errors; best is `{best_common}`, the paper's is "
+        f"{unseen} by less than {RESOLVED:g} standard errors; of these our best is `{best_common}`, the paper's "
         f"`{min(common, key=paper.get)}`; {effect}."
     )
 
