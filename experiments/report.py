@@ -245,6 +245,18 @@ def verdict(name: str, ours: Values, paper: dict[str, float]) -> str:
     )
 
 
+def beyond_reference(ours: Values, reference: str) -> str:
+    """Names the settings whose difference to the reference is seen, lower or higher."""
+    if reference not in ours:
+        return ""
+    seen = []
+    for setting in in_order(ours.keys() - {reference}, reference):
+        difference = paired(ours[setting], ours[reference])
+        if difference is not None and difference[1] is not None and abs(difference[0]) > RESOLVED * difference[1]:
+            seen.append(f"`{setting}` ({difference[0]:+.3g}, {difference[2]} seeds)")
+    return f" Seen to differ from `{reference}`: {', '.join(seen) or 'none'}."
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # From records to tables
 
@@ -407,9 +419,10 @@ class Report:
         compared = next((values for name, values in paper.items() if name.startswith(f"{group.paper}: cifar10, test")), {})
         for column, values in columns.items():
             if column.metric == "heldout_loss" and table.name not in SAMPLING:
-                self.text.append(f"- {verdict('Held-out loss', values, compared)}")
+                self.text.append(f"- {verdict('Held-out loss', values, compared)}{beyond_reference(values, table.reference)}")
             elif column[:2] == (FID, best):
-                self.text.append(f"- {verdict(f'FID at guidance {float(best):g}', values, compared)}")
+                name = f"FID at guidance {float(best):g}"
+                self.text.append(f"- {verdict(name, values, compared)}{beyond_reference(values, table.reference)}")
         self.text.append("")
         protocols = sorted({f"{heading} `{column.protocol}`" for heading, column in shown})
         hardware = sorted({row["hardware"] for row in rows})
