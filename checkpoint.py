@@ -28,7 +28,8 @@ from torch import Tensor, nn
 import config as configuration
 from config import SettingError, require
 from hardware import set_up
-from model import Model, build_model, build_module, part_name
+from kinds import build_model, build_module
+from model import Model, part_name
 
 FORMAT = 1
 SEPARATOR = "/"  # raw/<parameter>, ema/<parameter>
@@ -261,9 +262,10 @@ def load_model(folder: str | Path, weights: str = "ema", device: str = "auto", b
     hardware = set_up(device, run["machines"][-1]["precision"], None)
     modules = {}
     for name in run["parts"] if blocks is None else map(part_name, blocks):
-        tensors = load_weights(folder, run, name, weights)
         modules[name] = build_module(config, name).eval()
-        modules[name].load_state_dict(tensors)
+        modules[name].load_state_dict(load_weights(folder, run, name, "raw"))
+        if weights == "ema":  # buffers are not averaged
+            modules[name].load_state_dict(load_weights(folder, run, name, "ema"), strict=False)
         modules[name].to(hardware.device)
     return build_model(config, modules, run["data"]["scale"], hardware)
 

@@ -14,17 +14,13 @@ from torch import nn
 
 import checkpoint
 import config as configuration
-import generation
 import hardware as machine
 import plots
 import train as training
 from config import Config, SettingError, require
 from data import ImageData
 from hardware import Hardware
-from model import build_objective, part_name
-
-# By model.name: the module that knows what this kind of model is for.
-KINDS = {"dit": generation}
+from kinds import KINDS, build_objective, trained_parts
 
 
 def run(config: Config, asked: dict[str, Any] | None = None, wait: bool = False) -> Path:
@@ -122,7 +118,8 @@ def merge(config: Config, folder: Path) -> None:
     """Joins runs that trained different blocks into the folder that one job over all blocks would have."""
     folders = [Path(path) for path in config.merge.runs]
     identity = configuration.trained_identity(config)
-    steps = {part_name(block): count for block, count in enumerate(training.steps_per_block(config, build_objective(config)))}
+    counts = enumerate(training.steps_per_block(config, build_objective(config)))
+    steps = {trained_parts(config, block)[0]: count for block, count in counts}
     owners = checkpoint.check_merge(folders, folder, identity, steps, config.merge.force)
     with checkpoint.locked(folder):
         (folder / "plots").mkdir(exist_ok=True)
@@ -143,7 +140,8 @@ def use(config: Config, data: ImageData | None, folder: Path, hardware: Hardware
     """Samples from a trained model, or samples and scores it; scores that are there already are not computed again."""
     kind = KINDS[config.model.name]
     run_file = checkpoint.read_run(folder)
-    missing = sorted(set(map(part_name, range(configuration.trained_blocks(config)))) - run_file["parts"].keys())
+    blocks = range(configuration.trained_blocks(config))
+    missing = sorted({name for block in blocks for name in trained_parts(config, block)} - run_file["parts"].keys())
     if missing and config.mode == "run":
         print(f"trained {', '.join(run_file['parts'])}; mode=merge joins it with {', '.join(missing)}")
         return

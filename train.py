@@ -27,7 +27,8 @@ from checkpoint import Part
 from config import Config, TrainConfig
 from data import Source
 from hardware import Hardware
-from model import Draw, Objective, build_module, part_name, trained_parts
+from kinds import build_module, trained_parts
+from model import Draw, Objective
 from randomness import stream_seed
 
 
@@ -86,16 +87,17 @@ def update_order(seed: int, order: str, probabilities: list[float], total: int) 
     return blocks[np.argsort(np.concatenate(times), kind="stable")]
 
 
-def block_shares(settings: TrainConfig, objective: Objective) -> list[float]:
+def block_shares(config: Config, objective: Objective) -> list[float]:
     """Returns each block's share of the steps: equal, or in proportion to its mass under the training distribution."""
-    if settings.block_probability == "mass":
+    if config.train.block_probability == "mass":
         return objective.partition.masses(objective.distribution)
-    return [1 / objective.partition.num_blocks] * objective.partition.num_blocks
+    blocks = configuration.trained_blocks(config)
+    return [1 / blocks] * blocks
 
 
 def steps_per_block(config: Config, objective: Objective) -> list[int]:
     """Returns how many steps each block makes in the whole run."""
-    shares = block_shares(config.train, objective)
+    shares = block_shares(config, objective)
     return update_counts(config.seed, config.train.block_order, shares, configuration.total_steps(config))
 
 
@@ -304,7 +306,7 @@ def train(
     """
     settings = config.train
     steps = steps_per_block(config, objective)
-    order = update_order(config.seed, settings.block_order, block_shares(settings, objective), sum(steps))
+    order = update_order(config.seed, settings.block_order, block_shares(config, objective), sum(steps))
     owned = configuration.owned_blocks(config)
     trained = {block: trained_parts(config, block) for block in owned}
     configuration.require(
@@ -314,7 +316,7 @@ def train(
     )
 
     run = checkpoint.read_run(folder)
-    if run is not None and all(run["parts"][part_name(block)]["step"] == steps[block] for block in owned):
+    if run is not None and all(run["parts"][trained[block][0]]["step"] == steps[block] for block in owned):
         return  # finished
     names = sorted({name for block in owned for name in trained[block]})
     parts = {name: build_part(config, name, hardware.device) for name in names}
@@ -322,16 +324,16 @@ def train(
         for name, part in parts.items():
             checkpoint.restore(folder, run, name, part)
         for block in owned:
-            made = parts[part_name(block)].step
+            made = parts[trained[block][0]].step
             configuration.require(
                 made <= steps[block],
                 f"train.steps={settings.steps}: the checkpoint in {folder} has made {made} steps of block {block} already",
             )
     modules = {name: torch.compile(part.module) if settings.compile else part.module for name, part in parts.items()}
-    metrics = Metrics(folder / "metrics.jsonl", {block: parts[part_name(block)].step for block in owned}, on_row)
+    metrics = Metrics(folder / "metrics.jsonl", {block: parts[trained[block][0]].step for block in owned}, on_row)
 
     def write_metrics(block: int) -> float | None:
-        part = parts[part_name(block)]
+        part = parts[trained[block][0]]
         rate = learning_rate(settings, max(part.step - 1, 0), steps[block])
         return metrics.write(block, part.step, rate=rate, seconds=round(part.seconds, 3))
 
@@ -345,9 +347,9 @@ def train(
     todo = []
     for block in order.tolist():
         seen[block] += 1
-        if block in owned and seen[block] > parts[part_name(block)].step:
+        if block in owned and seen[block] > parts[trained[block][0]].step:
             todo.append(block)
-    done = sum(parts[part_name(block)].step for block in owned)
+    done = sum(parts[trained[block][0]].step for block in owned)
     losses: dict[int, float] = {}
     bar = tqdm(total=done + len(todo), initial=done, unit="step", desc="training", disable=not config.log.progress)
     with stop_signals() as stop, bar:
@@ -355,7 +357,7 @@ def train(
             own = [parts[name] for name in trained[block]]
             loss = train_step(settings, objective, source, modules, own, block, steps[block], hardware)
             if index + 1 < len(todo):
-                source.prefetch(todo[index + 1], parts[part_name(todo[index + 1])].step, settings.batch_size)
+                source.prefetch(todo[index + 1], parts[trained[todo[index + 1]][0]].step, settings.batch_size)
             metrics.add(block, loss)
             done += 1
             bar.update()
