@@ -7,6 +7,7 @@ The pipeline calls these functions for a classifier, as it calls `generation` fo
 """
 
 import dataclasses
+import json
 import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -411,13 +412,10 @@ def evaluate(
     config: Config, data: ImageData, model: Classifier, weights: dict[str, Any], folder: Path, hardware: Hardware
 ) -> list[dict[str, Any]]:
     """Scores a trained model; returns results, each with `kind`, `title`, `scores` and `protocol`."""
-    results = []
-    cost = training_cost(config, data, model)
-    for steps in config.eval.label_steps or [None]:
-        results.append({**accuracy_result(config, data, model, steps), "cost": cost})
+    results = [accuracy_result(config, data, model, steps) for steps in config.eval.label_steps or [None]]
     if config.method.name == "diffusion_blocks":
         results.append(denoising_result(config, data, model, folder))
-    return results
+    return [*results, cost_result(config, data, model, folder)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -577,30 +575,41 @@ def denoising_result(config: Config, data: ImageData, model: Classifier, folder:
     }
 
 
-def training_cost(config: Config, data: ImageData, model: Classifier) -> dict[str, Any]:
-    """Returns what a training step holds, in bytes: the largest over the blocks.
+def cost_result(config: Config, data: ImageData, model: Classifier, folder: Path) -> dict[str, Any]:
+    """What training costs: bytes that a step holds, the largest over the blocks, and seconds, as the run's metrics have them.
 
-    `state`: parameters, gradients, AdamW's moments and EMA, in float32, of the parts that the step trains. `activations`: what
-    autograd keeps for the backward pass of one batch, counted once per storage, the parameters themselves left out.
+    `state_bytes`: parameters, gradients, AdamW's moments and EMA, in float32, of the parts that the step trains.
+    `activation_bytes`: what autograd keeps for the backward pass of one batch, counted once per storage, without the parameters.
     """
     batches, size = source(config, data, model.device), config.train.batch_size
-    cost = {"state_bytes": 0, "activation_bytes": 0, "batch_size": size}
+    parameters = {p.untyped_storage().data_ptr() for module in model.modules.values() for p in module.parameters()}
+    state, activations = [], []
     for block in range(configuration.trained_blocks(config)):
         trained = [model.modules[name] for name in trained_parts(config, block)]
-        state = 20 * sum(parameter.numel() for module in trained for parameter in module.parameters())
-        own = {p.untyped_storage().data_ptr() for module in model.modules.values() for p in module.parameters()}
+        state.append(5 * sum(p.numel() * p.element_size() for module in trained for p in module.parameters()))
         kept: dict[int, int] = {}
 
-        def keep(tensor: Tensor, own: set[int] = own, kept: dict[int, int] = kept) -> Tensor:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in own:
-                kept[storage.data_ptr()] = storage.nbytes()
+        def keep(tensor: Tensor, kept: dict[int, int] = kept) -> Tensor:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
             return tensor
 
         draw = Draw(block, 0, size, slice(0, size))
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            # the graph lives until the sum is taken, so that no storage is counted twice under one address
             loss = model.objective.training_loss(model.modules, batches.batch(block, 0, size), draw, model.autocast())
+            activations.append(sum(count for address, count in kept.items() if address not in parameters))
         del loss
-        cost["state_bytes"] = max(cost["state_bytes"], state)
-        cost["activation_bytes"] = max(cost["activation_bytes"], sum(kept.values()))
-    return cost
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    last = {row["block"]: row for row in rows}
+    seconds = sum(row["seconds"] for row in last.values())
+    return {
+        "kind": "training_cost",
+        "title": "training",
+        "scores": {
+            "state_bytes": max(state),
+            "activation_bytes": max(activations),
+            "seconds": seconds,
+            "seconds_per_step": seconds / sum(row["step"] for row in last.values()),
+        },
+        "protocol": {"metric": "memory that a step holds, time of all steps", "batch_size": size},
+    }
