@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from data import Source
 from model import Autocast, Batch, Draw, LearnedTable, draw_noise, dropout_stream, part_name
 from randomness import generator
 from sampler import image_noise
@@ -166,9 +167,9 @@ class ContrastiveForwardForward:
 
 
 class TwoViews:
-    """Batches with two augmentations of every image, for the stage that contrasts them. A data.Source of two."""
+    """Batches with two augmentations of every image, for the stage that contrasts them: a data.Source made of two."""
 
-    def __init__(self, first, second) -> None:
+    def __init__(self, first: Source, second: Source) -> None:
         self.first, self.second = first, second
 
     def batch(self, block: int, step: int, batch_size: int, rows: slice = slice(None)) -> tuple[Tensor, Tensor]:

@@ -433,7 +433,7 @@ def label_scores(logits: Tensor, labels: Tensor) -> dict[str, float]:
     }
 
 
-def test_logits(data: ImageData, model: Classifier, steps: int | None, batch_size: int) -> Tensor:
+def logits_of_test_split(data: ImageData, model: Classifier, steps: int | None, batch_size: int) -> Tensor:
     """Returns the logits of every test image after each stage, (stages, N, classes) on the CPU, whatever the batch size."""
     images, found = data.test.images, []
     for start in range(0, len(images), batch_size):
@@ -444,7 +444,7 @@ def test_logits(data: ImageData, model: Classifier, steps: int | None, batch_siz
 
 def accuracy_result(config: Config, data: ImageData, model: Classifier, steps: int | None) -> dict[str, Any]:
     """Accuracy and cross-entropy on all test images, after each step or group, and with images shuffled against labels."""
-    stages = test_logits(data, model, steps, config.eval.batch_size)
+    stages = logits_of_test_split(data, model, steps, config.eval.batch_size)
     labels = torch.from_numpy(np.array(data.test.labels))
     by_stage = [{"stage": number, **label_scores(logits, labels)} for number, logits in enumerate(stages)]
     shuffle = torch.randperm(len(labels), generator=generator(config.eval.seed, "shuffle"))

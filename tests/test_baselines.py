@@ -17,6 +17,7 @@ import config as configuration
 import pipeline
 import train as training
 from baselines import Inference, NoProp, cosine_signal, goodness, posterior_coefficients, prior_divergence, supervised_contrastive
+from hardware import Hardware
 from model import Draw, part_name
 
 METHODS = ["end_to_end", "greedy", "local", "forward_forward", "forward_forward_plain", "noprop_dt", "noprop_ct", "noprop_fm"]
@@ -257,6 +258,21 @@ def test_resume_is_exact_and_scores_are_written(method, cache, tmp_path, monkeyp
     assert first["kind"] == "classification" and first["protocol"]["images"] == 360
     assert {"accuracy", "top5", "cross_entropy", "shuffled_accuracy"} <= first["scores"].keys()
     assert results[-1]["kind"] == "training_cost" and all(value > 0 for value in results[-1]["scores"].values())
+
+
+def test_a_block_holds_its_share(cache, tmp_path):
+    """Memory of a block's step at 3 blocks, in state and in activations, against the whole network's."""
+    scores = {}
+    for method in ("end_to_end", "diffusion_blocks"):
+        config = make_classifier(method, data={"cache": str(cache)}, model={"depth": 12, "width": 32}, train={"batch_size": 64})
+        parts = {name: classification.build_module(config, name) for name in map(part_name, range(config.partition.num_blocks))}
+        (tmp_path / "metrics.jsonl").write_text('{"block": 0, "step": 2, "seconds": 3.0}\n')
+        model = classification.build_model(config, parts, 0.5, Hardware(torch.device("cpu"), "fp32", 1))
+        scores[method] = classification.cost_result(config, classification.load(config), model, tmp_path)["scores"]
+    count = sum(parameter.numel() for parameter in parts["block_0"].parameters())
+    assert scores["diffusion_blocks"]["state_bytes"] == 20 * count and scores["end_to_end"]["seconds_per_step"] == 1.5
+    ratio = scores["diffusion_blocks"]["activation_bytes"] / scores["end_to_end"]["activation_bytes"]
+    assert 1 / 3 < ratio < 0.6  # a third of the layers; adaLN and one more token come on top
 
 
 @pytest.mark.parametrize(

@@ -197,8 +197,8 @@ def test_certain_blocks_hand_on_the_target(noise):
 def test_every_test_image_is_scored_at_any_batch(cache, noise):
     config = make_classifier(data={"cache": str(cache)}, eval={"initial_noise": noise})
     data, model = classification.load(config), random_classifier(config)
-    whole = classification.test_logits(data, model, None, 360)
-    by_seven = classification.test_logits(data, model, None, 7)
+    whole = classification.logits_of_test_split(data, model, None, 360)
+    by_seven = classification.logits_of_test_split(data, model, None, 7)
     assert whole.shape == by_seven.shape == (3, 360, 10)
     assert torch.allclose(whole, by_seven, atol=1e-4)
 
