@@ -527,6 +527,12 @@ def with_pilot(config: Config) -> PartitionConfig:
     curves = [row["by_level"] for row in json.loads(path.read_text()) if row["kind"] == "label_denoising"]
     require(len(curves) > 0, f"partition.pilot={cut.pilot} has no cross-entropy by level: score a run of diffusion_blocks")
     mass, loss = curves[-1]["mass"], curves[-1]["cross_entropy"]
+    bounds = [curves[-1]["edges"][0], curves[-1]["edges"][-1]]
+    ours = [config.objective.sigma_min, config.objective.sigma_max]
+    require(
+        all(math.isclose(a, b) for a, b in zip(bounds, ours, strict=True)),
+        f"partition.pilot={cut.pilot} has levels {bounds}, this model {ours}: score a pilot with the same levels",
+    )
     edges = dblock_modules.equal_shares(curves[-1]["edges"], [m * v for m, v in zip(mass, loss, strict=True)], cut.num_blocks)
     return dataclasses.replace(cut, name="custom", edges=edges, pilot=None)
 
@@ -635,6 +641,7 @@ def validate_dit(config: Config) -> None:
         not (config.data.crop or config.data.randaugment),
         "data.crop and data.randaugment are for classifiers: a model that draws images would learn to draw such ones",
     )
+    require(config.partition.pilot is None, f"partition.pilot={config.partition.pilot} is for classifiers: leave it out")
     require(
         config.method.name != "shallow" or config.partition.layers is None,
         f"partition.layers={config.partition.layers} has no meaning with method=shallow, which has one network",

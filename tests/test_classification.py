@@ -271,6 +271,9 @@ def test_edges_from_a_pilot(trained, cache):
     high, inner, low = config.partition.edges
     assert (high, low) == (5.0, 0.1) and low < inner < high
     assert len(configuration.partition(config).edges) == 3
+    cut = {"name": "cross_entropy", "pilot": str(trained), "num_blocks": 2}
+    with pytest.raises(SettingError, match="levels"):
+        fit_config(cache, "unused", partition=cut, objective={"sigma_max": 7.0})
 
 
 def test_blocks_train_apart_to_the_bit(cache, tmp_path):
@@ -346,6 +349,8 @@ def test_data_that_do_not_fit(cache, monkeypatch):
         classification.check(make_classifier(mode="sample"))
     with pytest.raises(SettingError, match="data.crop and data.randaugment are for classifiers"):
         make_config(data={"crop": 1})
+    with pytest.raises(SettingError, match="partition.pilot"):
+        make_config(partition={"pilot": "runs/pilot"})
 
 
 @pytest.mark.parametrize(
