@@ -151,9 +151,12 @@ class LabelDiffusion:
             found.append(self.logits(modules, block, z.float(), levels, images, autocast))
             return bridge(found[-1], bridge_table, name, inference.top_k)
 
-        indices = range(inference.first, inference.first + len(images))
-        noise = image_noise(inference.seed, indices, table.shape[1:], images.device)
-        euler(denoise, inference.initial_noise * noise, self.schedule(inference))
+        if inference.initial_noise:
+            indices = range(inference.first, inference.first + len(images))
+            start = inference.initial_noise * image_noise(inference.seed, indices, table.shape[1:], images.device)
+        else:
+            start = torch.zeros(len(images), table.shape[1], device=images.device)
+        euler(denoise, start, self.schedule(inference))
         return torch.stack(found)
 
 
