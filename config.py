@@ -335,44 +335,28 @@ def check_typed(config: Config, overrides: list[str]) -> None:
             check_typed_for_classifier(config, key)
 
 
-# What a classifier reads of the groups whose other keys are about images that are drawn.
-CLASSIFIER_KEYS = {
-    "sampler": ("weights", "seed"),
-    "eval": (
-        "batch_size",
-        "loss_levels",
-        "loss_images",
-        "seed",
-        "label_steps",
-        "label_schedule",
-        "initial_noise",
-        "bridge",
-        "top_k",
-    ),
-}
-
-
 def check_typed_for_classifier(config: Config, key: str) -> None:
     """Refuses a typed key that this classifier's method could only ignore."""
     group, _, name = key.partition(".")
     method = config.method.name
+    diffusion = method == "diffusion_blocks"
+    dials = ("label_steps", "label_schedule", "initial_noise", "bridge", "top_k") if diffusion else ()
+    if method in ("noprop_ct", "noprop_fm"):
+        dials = ("label_steps",)
+    used = {
+        "sampler": ("weights", "seed"),
+        "eval": ("batch_size", "seed", "loss_levels", "loss_images", *dials),
+        "objective": ("", *LABEL_METHODS.get(method, ())),
+    }
+    if not diffusion:
+        used["partition"] = ("num_blocks", "layers") if method in ("greedy", "local") else ()
+    ignored = ["train.label_dropout", "train.sample_every"]
+    if not diffusion:
+        ignored += ["model.label_token", "model.adaLN", "model.share"]
     require(
-        group not in CLASSIFIER_KEYS or name in CLASSIFIER_KEYS[group],
-        f"{key} is about images that are drawn, and model={config.model.name} classifies: leave it out",
+        key not in ignored and (group not in used or name in used[group]),
+        f"{key} has no meaning for model={config.model.name} with method={method}: leave it out",
     )
-    require(key not in ("train.label_dropout", "train.sample_every"), f"{key} has no meaning for a classifier: leave it out")
-    if method in LABEL_METHODS:
-        used = {"objective": (*LABEL_METHODS[method], ""), "partition": ("num_blocks", "layers")}
-        used["partition"] = {"diffusion_blocks": None, "greedy": used["partition"], "local": used["partition"]}.get(method, ())
-        require(
-            group not in used or used[group] is None or name in used[group],
-            f"{key} has no meaning with method={method}: leave it out",
-        )
-        diffusion_only = ["model.label_token", "model.adaLN", "model.share"]
-        diffusion_only += ["eval.label_schedule", "eval.initial_noise", "eval.bridge", "eval.top_k"]
-        require(
-            key not in diffusion_only or method == "diffusion_blocks", f"{key} has no meaning with method={method}: leave it out"
-        )
 
 
 def with_trained_settings(config: Config, overrides: list[str]) -> Config:
