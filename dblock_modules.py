@@ -165,6 +165,20 @@ def make_partition(
     return Partition((high, *inner[1:-1], low))
 
 
+def equal_shares(edges: Sequence[float], amounts: Sequence[float], num_blocks: int) -> list[float]:
+    """Returns num_blocks + 1 decreasing levels between which equal amounts lie.
+
+    Args:
+        edges: K + 1 ascending levels, of K cells.
+        amounts: K, not negative: what lies in each cell, spread evenly over its logarithm.
+    """
+    total = np.concatenate([[0.0], np.cumsum(amounts)])
+    wanted = np.linspace(total[-1], 0.0, num_blocks + 1)
+    levels = np.exp(np.interp(wanted, total, np.log(edges)))
+    levels[[0, -1]] = edges[-1], edges[0]
+    return levels.tolist()
+
+
 def widen_log(low: float, high: float, overlap: float, minimum: float, maximum: float) -> tuple[float, float]:
     """Widens a block's training interval at both ends in log sigma, then clamps it.
 
