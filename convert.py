@@ -238,9 +238,7 @@ def find_lists(transformer: nn.Module, block_paths: Sequence[str] | None = None)
     """
     if block_paths is None:
         known = [row for row in LISTS if all(isinstance(getattr(transformer, name, None), nn.ModuleList) for name in row)]
-        require(
-            bool(known), f"block_paths: {type(transformer).__name__} keeps its layers under no known name; list them by block_paths="
-        )
+        require(bool(known), f"block_paths: {type(transformer).__name__} keeps its layers under no known name: list the names")
         block_paths = known[0]
     require(len(block_paths) > 0, "block_paths=[] names no list of layers")
     lists = {}
@@ -269,7 +267,9 @@ def refuse_model(transformer: nn.Module) -> None:
         "ControlNet" not in name and "controlnet_blocks" not in children,
         f"{name} is a ControlNet: its layers feed fixed layers of another model",
     )
-    require(not any(child.startswith(("down_block", "up_block")) for child in children), f"{name} is a U-Net: its halves are joined")
+    require(
+        not any(child.startswith(("down_block", "up_block")) for child in children), f"{name} is a U-Net: skips join its halves"
+    )
     require("vace_blocks" not in children, f"{name} has a second stack that feeds fixed layers of the first")
     split = any(key.startswith("num_decoder_layers") for key in transformer.config)
     require(not split, f"{name} is an encoder and a decoder: the decoder's layers need the encoder's")
@@ -324,18 +324,15 @@ def streams(layer_class: type) -> tuple[tuple[str, ...], str | tuple[str, ...]]:
     last = returned[-1] if returned else None
     parts = last.elts if isinstance(last, ast.Tuple) else [last]
     passed = tuple(part.id for part in parts if isinstance(part, ast.Name) and part.id in names)
-    require(
-        len(passed) == len(parts), f"{layer_class.__name__}.forward does not return its own arguments, updated: it cannot be skipped"
-    )
+    require(len(passed) == len(parts), f"{layer_class.__name__}.forward returns more than its own arguments, updated")
     return names, passed if isinstance(last, ast.Tuple) else passed[0]
 
 
 class Skipped:
     """Stands for a layer that does not run: what the layer would have updated is passed on as it came."""
 
-    def __init__(self, layer: nn.Module) -> None:
-        self._layer = layer
-        self._names, self._returned = streams(type(layer))
+    def __init__(self, layer: nn.Module, names: tuple[str, ...], returned: str | tuple[str, ...]) -> None:
+        self._layer, self._names, self._returned = layer, names, returned
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         given = dict(zip(self._names, args, strict=False)) | kwargs
@@ -356,13 +353,15 @@ class RoutedLayers(nn.ModuleList):
 
     _blocks: "Blocks"
     _offset: int  # index, among all layers, of the first one here
+    _streams: list[tuple[tuple[str, ...], str | tuple[str, ...]]]  # of each layer, see streams()
 
     def _handed_out(self) -> list[Any]:
         layers = list(self._modules.values())
         running = self._blocks.running
         if running is None:
             return layers
-        return [layer if self._offset + index in running else Skipped(layer) for index, layer in enumerate(layers)]
+        runs = [self._offset + index in running for index in range(len(layers))]
+        return [layer if run else Skipped(layer, *own) for layer, run, own in zip(layers, runs, self._streams, strict=True)]
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._handed_out())
@@ -460,21 +459,20 @@ class Blocks:
         return values.round().long() if self.clock.kind == "ddpm" else values.float()
 
     @torch.compiler.disable
-    def owners(self, timestep: Tensor) -> Tensor:
-        """Returns the block of every value of a model's timestep argument, int64 on the host, of the same shape.
+    def owners(self, timestep: Tensor) -> list[int]:
+        """Returns the block of every value of a model's timestep argument.
 
         Raises:
             SettingError: a value outside the levels.
         """
         level = self.level(timestep)
         try:
-            blocks = [self.partition.block_of(value) for value in level.flatten().tolist()]
+            return [self.partition.block_of(value) for value in level.flatten().tolist()]
         except ValueError as error:
             raise SettingError(
                 f"timestep={timestep.flatten().tolist()} is not on the clock {self.config.clock!r} of {self.clock.timesteps} "
                 f"timesteps: {error}"
             ) from None
-        return torch.tensor(blocks).reshape(level.shape)
 
     def run(self, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """Runs the model's forward with the block that was given, or with those that own its timesteps."""
@@ -483,21 +481,22 @@ class Blocks:
         bound = inspect.signature(forward).bind(*args, **kwargs).arguments
         bound |= bound.pop("kwargs", {})
         for name in SECOND_TIME_ARGUMENTS:
-            require(bound.get(name) is None, f"{name}: two times in one forward belong to two blocks, so this cannot run in blocks")
+            require(bound.get(name) is None, f"{name}: two times in one forward may belong to two blocks")
         name = time_argument(self.transformer)
         require(isinstance(bound.get(name), Tensor), f"{name} must be a tensor, got {type(bound.get(name)).__name__}")
         owners = self.owners(bound[name])
-        blocks = sorted(set(owners.flatten().tolist()))
+        blocks = sorted(set(owners))
         if len(blocks) == 1:
             return self.run_block(blocks[0], forward, (), bound)
-        require(owners.ndim == 1, f"{name} of shape {tuple(owners.shape)}: the levels inside one sample belong to several blocks")
-        require(self.config.mixed == "split", f"{name}: this batch mixes blocks {blocks}; mixed=split runs them one after the other")
-        rows = [(owners == block).nonzero().flatten() for block in blocks]
+        shape = tuple(bound[name].shape)
+        require(len(shape) == 1, f"{name} of shape {shape}: the levels inside one sample belong to several blocks")
+        require(self.config.mixed == "split", f"{name}: the batch mixes blocks {blocks}; mixed=split takes them in turn")
+        rows = [[row for row, owner in enumerate(owners) if owner == block] for block in blocks]
         outputs = [
             self.run_block(block, forward, (), {key: take_rows(key, value, own, len(owners)) for key, value in bound.items()})
             for block, own in zip(blocks, rows, strict=True)
         ]
-        return join_rows(outputs, torch.argsort(torch.cat(rows)))
+        return join_rows(outputs, [row for own in rows for row in own])
 
     def run_block(self, block: int, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """Runs the model's forward with one block's layers."""
@@ -579,7 +578,7 @@ class Blocks:
             elif parameter.requires_grad:
                 owned[part][name] = parameter
         for part, parameters in owned.items():
-            require(len(parameters) > 0, f"blocks_to_train={wanted}: {part} has no parameter to train; do the adapters reach its layers?")
+            require(len(parameters) > 0, f"blocks_to_train={wanted}: {part} has nothing to train; do adapters reach it?")
         return owned
 
     # Saved with the weights
@@ -619,8 +618,8 @@ class Blocks:
         clock = read_clock(pipe.scheduler)
         require(
             (clock.kind, clock.timesteps) == (self.clock.kind, self.clock.timesteps),
-            f"the pipeline's scheduler is {clock.kind} over {clock.timesteps} timesteps, the blocks were cut for {self.clock.kind} "
-            f"over {self.clock.timesteps}",
+            f"the pipeline's scheduler is {clock.kind} over {clock.timesteps} timesteps, the blocks were cut for "
+            f"{self.clock.kind} over {self.clock.timesteps}",
         )
         untrained = sorted(set(range(self.num_blocks)) - self.trained)
         require(force or not untrained, f"blocks {untrained} were not trained as blocks; force=True runs them all the same")
@@ -635,44 +634,49 @@ class Blocks:
         """
         require(
             force or not self.trained,
-            f"blocks {sorted(self.trained)} were trained as blocks, and the whole depth with them is another model: undo(force=True)",
+            f"blocks {sorted(self.trained)} were trained as blocks; the whole depth never ran with them: undo(force=True)",
         )
         require("forward" not in vars(self.transformer), "undo: remove hooks and offloading that were added after convert first")
         for layers in self.lists.values():
             layers.__class__ = nn.ModuleList
-            del layers._blocks, layers._offset
-        self.transformer.__class__ = type(self.transformer).__mro__[1]
-        self.transformer.register_to_config(diffusion_blocks=None)
-        del self.transformer._diffusion_blocks
-        return self.transformer
+            del layers._blocks, layers._offset, layers._streams
+        transformer = self.transformer
+        transformer.__class__ = type(transformer).__mro__[1]
+        kept = {key: value for key, value in transformer.config.items() if key != "diffusion_blocks"}
+        transformer._internal_dict = type(transformer.config)(kept)
+        del transformer._diffusion_blocks
+        return transformer
 
 
-def take_rows(name: str, value: Any, rows: Tensor, batch_size: int) -> Any:
-    """Returns some samples of a forward argument: of tensors and lists with one entry per sample, also inside dicts and tuples."""
+def take_rows(name: str, value: Any, rows: list[int], batch_size: int) -> Any:
+    """Returns some samples of a forward argument: of tensors and lists with one entry per sample, also inside dicts."""
     if name in UNBATCHED_ARGUMENTS:
         return value
     if isinstance(value, Tensor) and value.ndim > 0 and len(value) == batch_size:
-        return value[rows.to(value.device)]
+        return value[rows]
+    if isinstance(value, list) and len(value) == batch_size:
+        return [value[row] for row in rows]
     if isinstance(value, dict):
         return {key: take_rows(key, item, rows, batch_size) for key, item in value.items()}
-    if isinstance(value, list) and len(value) == batch_size:
-        return [value[row] for row in rows.tolist()]
     return value
 
 
-def join_rows(outputs: Sequence[Any], order: Tensor) -> Any:
-    """Joins outputs of parts of a batch and puts the samples in order; tensors, lists, tuples and diffusers' outputs."""
+def join_rows(outputs: Sequence[Any], rows: list[int]) -> Any:
+    """Joins what forward returned for parts of a batch (a tensor, a list of samples, a tuple or a diffusers output of these).
+
+    Args:
+        rows: the place in the batch of every sample, in the order of the outputs.
+    """
     first = outputs[0]
+    order = sorted(range(len(rows)), key=rows.__getitem__)
     if isinstance(first, Tensor):
-        return torch.cat(list(outputs))[order.to(first.device)]
+        return torch.cat(list(outputs))[order]
     if isinstance(first, list):
         joined = [item for output in outputs for item in output]
-        return [joined[place] for place in order.tolist()]
-    if isinstance(first, tuple):
-        return tuple(join_rows(items, order) for items in zip(*outputs, strict=True))
+        return [joined[place] for place in order]
     if isinstance(first, Mapping):
-        return type(first)(**{key: join_rows([output[key] for output in outputs], order) for key in first})
-    return first
+        return type(first)(**{key: join_rows([output[key] for output in outputs], rows) for key in first})
+    return tuple(join_rows(items, rows) for items in zip(*outputs, strict=True))
 
 
 @functools.cache
@@ -704,13 +708,11 @@ def convert(transformer: nn.Module, layers_per_block: int | None = None, *, sche
     known = [item.name for item in dataclasses.fields(ConvertConfig)]
     unknown = sorted(set(options) - set(known))
     require(not unknown, f"{', '.join(unknown)} is no option of convert; there are {', '.join(known)}")
-    require(
-        "forward" not in vars(transformer), f"{name} has hooks, offloading or autocast around its forward: convert the model before"
-    )
+    require("forward" not in vars(transformer), f"{name} has hooks, offloading or autocast around its forward: convert it before")
     saved = dict(getattr(transformer, "config", {})).get("diffusion_blocks")
     if layers_per_block is None:
         require(saved is not None, f"layers_per_block must be given: no blocks were saved with this {name}")
-        require(not options, f"{', '.join(options)} was given without layers_per_block: the blocks are those saved with the model")
+        require(not options, f"{', '.join(options)} was given without layers_per_block, as blocks are read from the model")
         options = dict(saved["options"])
         options["levels"] = LevelsConfig(**options["levels"])
     else:
@@ -722,7 +724,7 @@ def convert(transformer: nn.Module, layers_per_block: int | None = None, *, sche
     refuse_layers(name, lists)
     time_argument(transformer)
     config = dataclasses.replace(config, clock=config.clock or MODEL_CLOCKS.get(name))
-    require(config.clock is not None, f"clock: what the timestep of {name} means is not known here; clock= is one of {', '.join(CLOCKS)}")
+    require(config.clock is not None, f"clock: not known for {name}; give one of {', '.join(CLOCKS)}")
 
     if scheduler is None and saved is not None:
         clock = Clock(**saved["clock"])
@@ -742,16 +744,17 @@ def convert(transformer: nn.Module, layers_per_block: int | None = None, *, sche
     counts = split_layers(len(cut), -(-len(cut) // config.layers_per_block))
     ends = np.cumsum([0, *counts]).tolist()
     distribution = level_distribution(config.levels, clock)
-    edges = None if config.boundaries is None else config.boundaries[::-1]
+    by_hand = None if config.boundaries is None else config.boundaries[::-1]
     try:
-        partition = make_partition(config.partition, len(counts), distribution, edges)
+        partition = make_partition(config.partition, len(counts), distribution, by_hand)
     except ValueError as error:
-        raise SettingError(f"{'boundaries' if edges else 'partition'}: {error}") from None
+        raise SettingError(f"{'boundaries' if by_hand else 'partition'}: {error}") from None
     owned = [cut[first:last] for first, last in zip(ends[:-1], ends[1:], strict=True)]
     blocks = Blocks(transformer, config, clock, lists, owned, always, partition, distribution)
     if saved is not None:
-        if np.allclose(partition.edges[::-1], saved["boundaries"]) if len(partition.edges) == len(saved["boundaries"]) else False:
-            blocks.partition = Partition(tuple(saved["boundaries"][::-1]))  # not moved by another version's rounding
+        edges = tuple(saved["boundaries"][::-1])
+        if len(edges) == len(partition.edges) and np.allclose(edges, partition.edges):
+            blocks.partition = Partition(edges)  # not moved by another version's rounding
         found = differences(blocks.description(), {key: value for key, value in saved.items() if key != "trained"})
         require(not found, f"these are not the blocks that {name} was saved with: {'; '.join(found[:3])}")
         blocks.trained = set(saved["trained"])
@@ -760,6 +763,7 @@ def convert(transformer: nn.Module, layers_per_block: int | None = None, *, sche
     for layers in lists.values():
         layers.__class__ = RoutedLayers
         layers._blocks, layers._offset = blocks, offset
+        layers._streams = [streams(type(layer)) for layer in layers._modules.values()]
         offset += len(layers)
     transformer.__class__ = routed_class(type(transformer))
     transformer._diffusion_blocks = blocks
@@ -780,7 +784,7 @@ def check_options(config: ConvertConfig) -> None:
     one_of("partition", config.partition, ("equi_probability", "uniform", "custom"))
     one_of("clock", config.clock, (None, *CLOCKS))
     one_of("mixed", config.mixed, ("split", "refuse"))
-    require((boundaries is not None) == (config.partition == "custom"), f"boundaries={boundaries} go with partition=custom and only there")
+    require((boundaries is not None) == (config.partition == "custom"), f"boundaries={boundaries} belong to partition=custom")
     if boundaries is not None:
         rising = all(low < high for low, high in zip(boundaries[:-1], boundaries[1:], strict=True))
         require(rising, f"boundaries={boundaries} must rise from 0 to 1")
@@ -790,5 +794,7 @@ def always_run_layers(always_run: Sequence[int], depth: int) -> list[int]:
     """Returns the indices of layers that every block runs; negative ones count from the end."""
     always = sorted(index + depth if index < 0 else index for index in always_run)
     inside = all(0 <= index < depth for index in always)
-    require(inside and len(set(always)) == len(always), f"always_run={list(always_run)} must name some of the {depth} layers, each once")
+    require(
+        inside and len(set(always)) == len(always), f"always_run={list(always_run)} must name layers of the {depth}, each once"
+    )
     return always
