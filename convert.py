@@ -50,7 +50,6 @@ LISTS = (
     ("double_stream_blocks", "single_stream_blocks"),
     ("transformer_blocks",),
     ("visual_transformer_blocks",),
-    ("double_blocks",),
     ("blocks",),
     ("layers",),
 )
@@ -71,16 +70,12 @@ MODEL_CLOCKS = {
     "Flux2Transformer2DModel": "sigma",
     "FluxTransformer2DModel": "sigma",
     "HunyuanImageTransformer2DModel": "timestep",
-    "HunyuanVideo15Transformer3DModel": "timestep",
     "HunyuanVideoTransformer3DModel": "timestep",
     "Kandinsky5Transformer3DModel": "timestep",
     "LTXVideoTransformer3DModel": "timestep",
-    "LatteTransformer3DModel": "timestep",
     "LongCatImageTransformer2DModel": "sigma",
     "Lumina2Transformer2DModel": "sigma_from_noise",
-    "LuminaNextDiT2DModel": "sigma_from_noise",
     "MochiTransformer3DModel": "timestep_from_noise",
-    "OmniGenTransformer2DModel": "timestep",
     "OvisImageTransformer2DModel": "sigma",
     "PRXTransformer2DModel": "sigma",
     "PixArtTransformer2DModel": "timestep",
@@ -184,6 +179,12 @@ def read_clock(scheduler: Any = None) -> Clock:
     return Clock("flow", steps, levels, 2 * np.log((1 - levels) / levels))
 
 
+def scheduler_levels(scheduler: Any) -> list[float]:
+    """Returns the levels that a scheduler is set to visit."""
+    levels = [timestep / scheduler.config.num_train_timesteps for timestep in scheduler.timesteps.tolist()]
+    return [1 - level for level in levels] if getattr(scheduler.config, "invert_sigmas", False) else levels
+
+
 def level_distribution(settings: LevelsConfig, clock: Clock) -> LevelDistribution:
     """Returns the distribution of training levels that the settings describe.
 
@@ -271,8 +272,13 @@ def refuse_model(transformer: nn.Module) -> None:
         not any(child.startswith(("down_block", "up_block")) for child in children), f"{name} is a U-Net: skips join its halves"
     )
     require("vace_blocks" not in children, f"{name} has a second stack that feeds fixed layers of the first")
-    split = any(key.startswith("num_decoder_layers") for key in transformer.config)
-    require(not split, f"{name} is an encoder and a decoder: the decoder's layers need the encoder's")
+    require(
+        not transformer.config.get("num_decoder_layers"),
+        f"{name} is an encoder and a decoder: late layers need the early ones' output",
+    )
+    scaled = transformer.config.get("timestep_scale", 1.0) != 1.0
+    require(not scaled, f"{name} has timestep_scale={transformer.config.get('timestep_scale')}: a consistency model's own times")
+    require("temporal_transformer_blocks" not in children, f"{name} alternates between two lists of layers")
 
 
 def refuse_layers(name: str, lists: Mapping[str, nn.ModuleList]) -> None:
@@ -411,6 +417,7 @@ class Blocks:
         trained: the blocks that were trained as blocks.
         given: the block that the caller chose for what runs now; None: the timestep argument decides.
         running: the layers that run, while the model does; None: no block runs.
+        scheduler: of the pipeline that the blocks are attached to.
     """
 
     transformer: nn.Module
@@ -424,6 +431,7 @@ class Blocks:
     trained: set[int] = field(default_factory=set)
     given: int | None = None
     running: frozenset[int] | None = None
+    scheduler: Any = None
 
     @property
     def num_blocks(self) -> int:
@@ -439,17 +447,19 @@ class Blocks:
     def level(self, timestep: Tensor) -> Tensor:
         """Returns the level that a model's timestep argument stands for, float64 on the host, of the same shape.
 
-        A value within the rounding of its own type of an edge is taken to lie on it, as the scheduler's value did.
+        Pipelines round it, to bfloat16 often. So the nearest value that may have been meant is taken, where it lies within that
+        rounding: one of the attached pipeline's own timesteps, or an edge.
         """
         values = timestep.detach().to("cpu", torch.float64)
         from_noise = self.config.clock.endswith("from_noise")
         if self.config.clock.startswith("timestep"):
             values = values / self.clock.timesteps
         level = 1 - values if from_noise else values
-        rounding = 2 * torch.finfo(timestep.dtype).eps if timestep.is_floating_point() else 0.0
-        for edge in self.partition.edges:
-            level = torch.where((level - edge).abs() <= rounding * (1.0 if from_noise else edge), edge, level)
-        return level
+        rounding = torch.finfo(timestep.dtype).eps if timestep.is_floating_point() else 0.0
+        meant = torch.tensor(self.partition.edges if self.scheduler is None else scheduler_levels(self.scheduler)).double()
+        nearest = meant[(level[..., None] - meant).abs().argmin(-1)]
+        close = (level - nearest).abs() <= rounding * (1.0 if from_noise else nearest)
+        return torch.where(close, nearest, level)
 
     def timestep(self, level: Tensor) -> Tensor:
         """Returns a level as the model's timestep argument: float32, or whole numbers for a DDPM-style scheduler."""
@@ -623,7 +633,7 @@ class Blocks:
         )
         untrained = sorted(set(range(self.num_blocks)) - self.trained)
         require(force or not untrained, f"blocks {untrained} were not trained as blocks; force=True runs them all the same")
-        pipe.transformer = self.transformer
+        pipe.transformer, self.scheduler = self.transformer, pipe.scheduler
         return pipe
 
     def undo(self, force: bool = False) -> nn.Module:
