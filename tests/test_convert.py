@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from config import SettingError
 from convert import (
     SHARED,
-    Blocks,
     LevelsConfig,
     clip_routes,
     convert,
