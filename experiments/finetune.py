@@ -1,13 +1,13 @@
 """Fine-tunes a diffusers transformer block by block: LoRA or all weights, through accelerate.
 
-    python -m experiments.finetune model=stabilityai/stable-diffusion-3.5-medium data=photos blocks.layers_per_block=6
+    python -m experiments.finetune pipeline=stabilityai/stable-diffusion-3.5-medium samples=photos blocks.layers_per_block=6
     python -m experiments.finetune ... blocks_to_train=[0] out=runs/a      one block alone, on another machine for example
     python -m experiments.finetune ... merge=[runs/a,runs/b] out=runs/all  joins such jobs, to the bit
     accelerate launch -m experiments.finetune ...                          several processes, each a share of every batch
 
-`data` is a folder: images with captions (metadata.jsonl of file_name and text) or in a folder per label, or embeddings that were
-computed before. Those are *.safetensors whose tensors are named by the arguments of the transformer's forward, one row per sample
-and the clean sample under forward's first argument, with arguments that do not vary in arguments.json.
+`samples` is a folder: images with captions (metadata.jsonl of file_name and text) or in a folder per label, or embeddings that
+were computed before. Those are *.safetensors whose tensors are named by the arguments of the transformer's forward, one row per
+sample and the clean sample under forward's first argument, with arguments that do not vary in arguments.json.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ from accelerate import Accelerator
 from diffusers import DiffusionPipeline
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
-from peft import LoraConfig
+from peft import LoraConfig, inject_adapter_in_model
 from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -68,8 +68,8 @@ MEASURED_STEPS = 3
 class FinetuneConfig:
     """One fine-tuning job."""
 
-    model: str = REQUIRED  # a folder or a hub name of a diffusers pipeline
-    data: str = REQUIRED  # a folder, see above
+    pipeline: str = REQUIRED  # a folder or a hub name of a diffusers pipeline
+    samples: str = REQUIRED  # a folder, see above
     blocks: ConvertConfig = field(default_factory=ConvertConfig)
     blocks_to_train: Any = "all"  # or a list: this job trains these blocks only
     train_shared: bool = False  # this job owns embeddings, norms and head too; one job at most may
@@ -178,11 +178,11 @@ def read_embeddings(folder: Path, transformer: nn.Module) -> tuple[dict[str, Ten
     path = folder / "arguments.json"
     constants |= json.loads(path.read_text()) if path.is_file() else {}
     unknown = sorted((tensors.keys() | constants.keys()) - set(arguments))
-    require(not unknown, f"data={folder}: {type(transformer).__name__}.forward has no {', '.join(unknown)}")
+    require(not unknown, f"samples={folder}: {type(transformer).__name__}.forward has no {', '.join(unknown)}")
     sample = arguments[0]
-    require(sample in tensors, f"data={folder} has no {sample}: the clean samples")
+    require(sample in tensors, f"samples={folder} has no {sample}: the clean samples")
     counts = {name: len(tensor) for name, tensor in tensors.items()}
-    require(len(set(counts.values())) == 1, f"data={folder}: the numbers of samples differ: {counts}")
+    require(len(set(counts.values())) == 1, f"samples={folder}: the numbers of samples differ: {counts}")
     return {sample: tensors.pop(sample), **tensors}, constants
 
 
@@ -201,7 +201,7 @@ def find_images(folder: Path) -> tuple[list[Path], list[str] | None, list[int] |
         )
         return [folder / row["file_name"] for row in rows], [row["text"] for row in rows], None
     paths = sorted(path for path in folder.glob("*/*") if path.suffix.lower() in IMAGE_SUFFIXES)
-    require(len(paths) > 0, f"data={folder} holds no *.safetensors, no metadata.jsonl and no images in a folder per label")
+    require(len(paths) > 0, f"samples={folder} holds no *.safetensors, no metadata.jsonl and no images in a folder per label")
     names = sorted({path.parent.name for path in paths})
     return paths, None, [names.index(path.parent.name) for path in paths]
 
@@ -224,7 +224,7 @@ def encode_images(pipe: DiffusionPipeline, folder: Path, size: int, batch_size: 
     """
     paths, captions, labels = find_images(folder)
     kind = type(pipe).__name__
-    require(captions is None or kind in PROMPT_OUTPUTS, f"data={folder}: captions for {kind} have to be embedded before")
+    require(captions is None or kind in PROMPT_OUTPUTS, f"samples={folder}: captions for {kind} have to be embedded before")
     columns: dict[str, list[Tensor]] = {}
     constants: dict[str, Any] = {}
     for start in range(0, len(paths), batch_size):
@@ -259,8 +259,8 @@ def encode_images(pipe: DiffusionPipeline, folder: Path, size: int, batch_size: 
 
 def load_data(config: FinetuneConfig, pipe: DiffusionPipeline, accelerator: Accelerator, device: torch.device) -> EmbeddedData:
     """Returns the training samples, embedded now where they are images."""
-    folder = Path(config.data)
-    require(folder.is_dir(), f"data={folder} is not a folder")
+    folder = Path(config.samples)
+    require(folder.is_dir(), f"samples={folder} is not a folder")
     if any(folder.glob("*.safetensors")):
         tensors, constants = read_embeddings(folder, pipe.transformer)
     else:
@@ -350,7 +350,7 @@ def load_pipeline(name: str) -> DiffusionPipeline:
         absent = [key for key, value in components.items() if value == [None, None]]  # as where prompts are embedded elsewhere
         return DiffusionPipeline.from_pretrained(name, **dict.fromkeys(absent))
     except (OSError, ValueError) as error:
-        raise SettingError(f"model={name} is not a diffusers pipeline: {str(error).splitlines()[0]}") from None
+        raise SettingError(f"pipeline={name} is not a diffusers pipeline: {str(error).splitlines()[0]}") from None
 
 
 def make_blocks(config: FinetuneConfig, pipe: DiffusionPipeline) -> Blocks:
@@ -360,10 +360,9 @@ def make_blocks(config: FinetuneConfig, pipe: DiffusionPipeline) -> Blocks:
     blocks = convert(transformer, options.pop("layers_per_block"), scheduler=pipe.scheduler, **options)
     if config.lora_rank is not None:
         torch.manual_seed(stream_seed(config.seed, "lora"))
+        lora = LoraConfig(r=config.lora_rank, lora_alpha=config.lora_rank, target_modules=config.lora_targets)
         try:
-            transformer.add_adapter(
-                LoraConfig(r=config.lora_rank, lora_alpha=config.lora_rank, target_modules=config.lora_targets)
-            )
+            inject_adapter_in_model(lora, transformer)
         except ValueError as error:
             raise SettingError(f"lora_targets={config.lora_targets}: {error}") from None
     if config.checkpointing:
@@ -379,13 +378,17 @@ def build_parts(
     Several processes average a gradient as soon as it is there. A block's parameters all get one in each of its steps, so nothing
     has to search for unused ones.
     """
+
+    def average(parameter: Tensor) -> None:
+        parameter.grad = accelerator.reduce(parameter.grad, "mean")
+
     parts = {}
     for name, parameters in owned.items():
         # A module that holds the parameters alone, whose names may not contain dots.
         module = nn.ParameterDict({key.replace(".", "/"): parameter for key, parameter in parameters.items()})
         if accelerator.num_processes > 1:
             for parameter in parameters.values():
-                parameter.register_post_accumulate_grad_hook(lambda p: p.grad.copy_(accelerator.reduce(p.grad, "mean")))
+                parameter.register_post_accumulate_grad_hook(average)
         optimizer = torch.optim.AdamW(parameters.values(), lr=config.learning_rate, weight_decay=config.weight_decay, fused=True)
         parts[name] = Part(module, {key: value.detach().clone() for key, value in module.named_parameters()}, optimizer)
     return parts
@@ -397,12 +400,12 @@ def describe(config: FinetuneConfig, blocks: Blocks, fingerprint: str, hardware:
     `train.blocks` is what a job owns; merging leaves it out of the comparison, as it does whether the job owned the shared part.
     """
     versions = evaluation.environment()
-    skipped = ("model", "data", "blocks", "blocks_to_train", "train_shared", "steps", "seed")
+    skipped = ("pipeline", "samples", "blocks", "blocks_to_train", "train_shared", "steps", "seed")
     skipped += ("checkpoint_every", "merge", "measure", "out", "device", "threads")
     train = {key: value for key, value in dataclasses.asdict(config).items() if key not in skipped}
     return {
         "identity": {
-            "model": config.model,
+            "pipeline": config.pipeline,
             "blocks": blocks.description(),
             "train": {**train, "steps": config.steps, "schedule": "constant", "blocks": config.blocks_to_train},
             "seed": config.seed,
@@ -446,7 +449,7 @@ def run(config: FinetuneConfig) -> Path:
     )
     device = accelerator.device if config.device == "auto" else hardware.device
     hardware = dataclasses.replace(hardware, device=device)
-    pipe = load_pipeline(config.model).to(device)
+    pipe = load_pipeline(config.pipeline).to(device)
     data = load_data(config, pipe, accelerator, device)
     blocks = make_blocks(config, pipe)
     thawed = {name for name, parameter in blocks.transformer.named_parameters() if parameter.requires_grad}
@@ -558,7 +561,7 @@ def load(folder: str | Path, force: bool = False) -> DiffusionPipeline:
     run_file = checkpoint.read_run(folder)
     require(run_file is not None, f"{folder} holds no checkpoint")
     config = read_config(folder)
-    pipe = load_pipeline(config.model)
+    pipe = load_pipeline(config.pipeline)
     blocks = make_blocks(config, pipe)
     ours = json.loads(json.dumps(blocks.description()))
     found = checkpoint.differences(ours, run_file["identity"]["blocks"], "blocks")
@@ -677,7 +680,7 @@ def measure_block(
         trained = sum(p.nbytes for p in blocks.transformer.parameters() if p.requires_grad)
         # weights; gradients, EMA and two moments of what is trained; activations
         memory = sum(p.nbytes for p in blocks.transformer.parameters()) + 4 * trained + kept.most
-    return f"{title}: peak memory {memory / 2**20:.1f} MiB, {min(seconds) * 1000:.1f} ms a step"
+    return f"{title}: peak memory {memory / 2**20:.2f} MiB, {min(seconds) * 1000:.1f} ms a step"
 
 
 store = ConfigStore.instance()
