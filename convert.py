@@ -546,8 +546,9 @@ class Blocks:
             yield
         finally:
             self.given = None
-        self.trained.add(block)
-        self.remember()
+        if block not in self.trained:
+            self.trained.add(block)
+            self.remember()
 
     def owner(self, name: str) -> str:
         """Returns the part that owns a parameter of the transformer, adapters included: `block_<b>` or `shared`."""
