@@ -809,3 +809,42 @@ def always_run_layers(always_run: Sequence[int], depth: int) -> list[int]:
         inside and len(set(always)) == len(always), f"always_run={list(always_run)} must name layers of the {depth}, each once"
     )
     return always
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Warm start
+
+
+def starting_weights(weights: Mapping[str, Tensor], how: str, counts: Sequence[int]) -> list[dict[str, Tensor]]:
+    """Returns the weights that each block begins with, from those of one network over all levels.
+
+    Args:
+        weights: by name, the i-th layer's under `layers.<i>.`; what is in no layer is every block's.
+        how: `slice`: a block's own part of the depth; `every`: layers spread evenly over the whole depth, the same for every
+            block; `clone`: all layers of a network as deep as a block.
+        counts: layers of each block.
+
+    Raises:
+        SettingError: an unknown way, or a depth that does not fit.
+    """
+    one_of("train.init_layers", how, ("slice", "every", "clone"))
+    depth = 1 + max(int(name.split(".")[1]) for name in weights if name.startswith("layers."))
+    wanted = sum(counts) if how != "clone" else counts[0]
+    fits = depth == wanted and (how != "clone" or len(set(counts)) == 1)
+    require(fits, f"train.init_from has {depth} layers, which train.init_layers={how} cannot give to blocks of {list(counts)}")
+    starts = []
+    for block, count in enumerate(counts):
+        first = sum(counts[:block])
+        chosen = {
+            "slice": range(first, first + count),
+            "every": [int((index + 0.5) * depth / count) for index in range(count)],
+            "clone": range(count),
+        }[how]
+        start = {name: value for name, value in weights.items() if not name.startswith("layers.")}
+        for index, layer in enumerate(chosen):
+            own = f"layers.{layer}."
+            start |= {
+                f"layers.{index}.{name.removeprefix(own)}": value for name, value in weights.items() if name.startswith(own)
+            }
+        starts.append(start)
+    return starts
