@@ -3,10 +3,10 @@
     python -m experiments.conversion warm_start      how blocks should begin, given an end-to-end model
     python -m experiments.conversion adapt           which blocks new data need
 
-A slice of a trained model's layers is not a denoiser, so it is not clear that a block should begin from one. `warm_start` compares
-beginnings and, for each, a target that is mixed with a teacher's: (1 - lambda) x + lambda D_teacher(z; sigma), from a fixed number
-of draws that were made once, or from new ones in every step. `adapt` trains blocks on digits 0 to 4 and goes on with 5 to 9 in some
-of them.
+A slice of a trained model's layers is not a denoiser, so it is not clear that a block should begin from one. `warm_start`
+compares beginnings and, for each, a target that is mixed with a teacher's: (1 - lambda) x + lambda D_teacher(z; sigma), from a
+fixed number of draws that were made once, or from new ones in every step. `adapt` trains blocks on digits 0 to 4 and goes on with
+5 to 9 in some of them.
 """
 
 import argparse
@@ -171,8 +171,8 @@ def row(columns: Mapping[str, Any], losses: Sequence[float], started: float) -> 
 def warm_start(seeds: Sequence[int], steps: int, share: float) -> None:
     """Compares beginnings at `steps` steps per block, and from scratch also at twice that: what the teacher costs.
 
-    A step of the teacher has the layers of all blocks, so `steps` of them cost as much as `steps` steps of every block. The shallow
-    denoiser has a block's layers and gets num_blocks times as many.
+    A step of the teacher has the layers of all blocks, so `steps` of them cost as much as `steps` steps of every block. The
+    shallow denoiser has a block's layers and gets num_blocks times as many.
     """
     hardware = machine.set_up("cpu", "fp32", 1)
     rows = []

@@ -9,6 +9,7 @@ import diffusers
 import families
 import pytest
 import torch
+from conftest import make_config
 from diffusers import (
     AutoencoderKL,
     DDIMScheduler,
@@ -20,8 +21,10 @@ from diffusers import (
 )
 from families import build, inputs, output, watch
 from peft import LoraConfig
+from test_train import fit
 from torch import Tensor, nn
 
+from checkpoint import load_weights, read_run
 from config import SettingError
 from convert import (
     SHARED,
@@ -30,7 +33,9 @@ from convert import (
     convert,
     level_distribution,
     read_clock,
+    starting_weights,
 )
+from data import ImageData
 
 
 def flux(**changes: Any) -> nn.Module:
@@ -436,6 +441,53 @@ def test_training_runs_its_block_whatever_the_timesteps() -> None:
         output(model, inputs("FluxTransformer2DModel", 0.95))
     assert ran == [3, 4, 5]
     assert blocks.trained == {1}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Warm start
+
+
+def test_where_a_block_begins_its_layers() -> None:
+    weights = {f"layers.{index}.w": torch.tensor([index]) for index in range(6)} | {"head": torch.tensor([7])}
+
+    def layers(how: str, counts: list[int], given: dict[str, Tensor]) -> list[list[int]]:
+        starts = starting_weights(given, how, counts)
+        assert all(start["head"] == 7 for start in starts)
+        return [
+            [start[f"layers.{index}.w"].item() for index in range(count)] for start, count in zip(starts, counts, strict=True)
+        ]
+
+    assert layers("slice", [3, 2, 1], weights) == [[0, 1, 2], [3, 4], [5]]
+    assert layers("every", [2, 2, 2], weights) == [[1, 4], [1, 4], [1, 4]]
+    small = {name: value for name, value in weights.items() if name in ("head", "layers.0.w", "layers.1.w")}
+    assert layers("clone", [2, 2, 2], small) == [[0, 1]] * 3
+    for how, counts, given in (("slice", [2, 2], weights), ("clone", [2, 1], small), ("clone", [2, 2], weights)):
+        with pytest.raises(SettingError, match="train.init_from has"):
+            starting_weights(given, how, counts)
+
+
+@pytest.mark.parametrize(("method", "how"), [("end_to_end", "slice"), ("end_to_end", "every"), ("shallow", "clone")])
+def test_blocks_begin_from_a_run(digits: ImageData, tmp_path: Path, method: str, how: str) -> None:
+    fit(make_config(method={"name": method}), digits, tmp_path / "whole")
+    weights = load_weights(tmp_path / "whole", read_run(tmp_path / "whole"), "block_0", "ema")
+    still = {"init_from": str(tmp_path / "whole"), "init_layers": how, "learning_rate": 1e-30, "steps": 1}
+    fit(make_config(train=still), digits, tmp_path / "blocks")
+    for block, start in enumerate(starting_weights(weights, how, [1, 1, 1])):
+        begun = load_weights(tmp_path / "blocks", read_run(tmp_path / "blocks"), f"block_{block}", "raw")
+        assert all(torch.equal(value, start[name]) for name, value in begun.items())
+
+
+def test_a_warm_start_that_does_not_fit_is_named(digits: ImageData, tmp_path: Path) -> None:
+    fit(make_config(), digits, tmp_path / "blocks")
+    with pytest.raises(SettingError, match="holds blocks"):
+        fit(make_config(train={"init_from": str(tmp_path / "blocks")}), digits, tmp_path / "a")
+    with pytest.raises(SettingError, match="holds no checkpoint"):
+        fit(make_config(train={"init_from": str(tmp_path / "nothing")}), digits, tmp_path / "b")
+    fit(make_config(method={"name": "end_to_end"}), digits, tmp_path / "whole")
+    with pytest.raises(SettingError, match="does not fit this model"):
+        fit(make_config(train={"init_from": str(tmp_path / "whole")}, model={"width": 32}), digits, tmp_path / "c")
+    with pytest.raises(SettingError, match="train.init_layers=every has no meaning"):
+        make_config(train={"init_layers": "every"})
 
 
 # ---------------------------------------------------------------------------------------------------------------------
