@@ -9,6 +9,8 @@ import diffusers
 import families
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from conftest import make_config
 from diffusers import (
     AutoencoderKL,
@@ -428,6 +430,33 @@ def test_training_runs_its_block_whatever_the_timesteps() -> None:
         output(model, inputs("FluxTransformer2DModel", 0.95))
     assert ran == [3, 4, 5]
     assert blocks.trained == {1}
+
+
+def test_ddp_needs_no_search_for_unused_parameters() -> None:
+    """A second forward would fail if a parameter had been left without gradient in the first."""
+    model = flux()
+    adapters(model)
+    blocks = convert(model, 3)
+    blocks.freeze([1])
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        for _ in range(2):
+            with blocks.training(1):
+                wrapped(**inputs("FluxTransformer2DModel"))[0].square().mean().backward()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_accelerate_wraps_a_converted_model() -> None:
+    model = flux()
+    blocks = convert(model, 3)
+    ran = watch(blocks)
+    model = Accelerator(cpu=True, mixed_precision="bf16").prepare(model)
+    AcceleratorState._reset_state(reset_partial_state=True)  # other tests choose their own precision
+    with torch.no_grad():
+        output(model, inputs("FluxTransformer2DModel", 0.2))
+    assert ran == [3, 4, 5]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
