@@ -264,7 +264,8 @@ def load_data(config: FinetuneConfig, pipe: DiffusionPipeline, accelerator: Acce
     if any(folder.glob("*.safetensors")):
         tensors, constants = read_embeddings(folder, pipe.transformer)
     else:
-        tensors, constants = encode_images(pipe, folder, config.image_size, config.batch_size)
+        tensors, constants = encode_images(pipe.to(device), folder, config.image_size, config.batch_size)
+        pipe.to("cpu")  # the encoders have done their work
     constants = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in constants.items()}
     return EmbeddedData(tensors, constants, device, config.seed, accelerator.process_index, accelerator.num_processes)
 
@@ -449,8 +450,9 @@ def run(config: FinetuneConfig) -> Path:
     )
     device = accelerator.device if config.device == "auto" else hardware.device
     hardware = dataclasses.replace(hardware, device=device)
-    pipe = load_pipeline(config.pipeline).to(device)
+    pipe = load_pipeline(config.pipeline)
     data = load_data(config, pipe, accelerator, device)
+    pipe.transformer.to(device)
     blocks = make_blocks(config, pipe)
     thawed = {name for name, parameter in blocks.transformer.named_parameters() if parameter.requires_grad}
     with checkpoint.locked(folder) if accelerator.is_main_process else nullcontext():
