@@ -150,7 +150,7 @@ def write(name: str, rows: list[dict[str, Any]]) -> None:
 
 def row(columns: Mapping[str, Any], losses: Sequence[float], started: float) -> dict[str, Any]:
     """Returns a row of a record."""
-    environment = evaluation.environment()
+    environment = machine.environment()
     return {
         **columns,
         "heldout_loss": f"{losses[0]:.4f}",

@@ -38,7 +38,6 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import checkpoint
-import evaluation
 import hardware as machine
 from checkpoint import Part
 from config import REQUIRED, SettingError, TrainConfig, at_least, require
@@ -400,18 +399,20 @@ def describe(config: FinetuneConfig, blocks: Blocks, fingerprint: str, hardware:
 
     `train.blocks` is what a job owns; merging leaves it out of the comparison, as it does whether the job owned the shared part.
     """
-    versions = evaluation.environment()
+    versions = machine.environment()
     skipped = ("pipeline", "samples", "blocks", "blocks_to_train", "train_shared", "steps", "seed")
     skipped += ("checkpoint_every", "merge", "measure", "out", "device", "threads")
     train = {key: value for key, value in dataclasses.asdict(config).items() if key not in skipped}
     return {
         "identity": {
             "pipeline": config.pipeline,
+            "data": {"path": config.samples},
             "blocks": blocks.description(),
             "train": {**train, "steps": config.steps, "schedule": "constant", "blocks": config.blocks_to_train},
             "seed": config.seed,
         },
         "data": {"fingerprint": fingerprint},
+        "commit": versions["commit"],
         "machine": {
             "precision": hardware.precision,
             "device": hardware.name,
@@ -531,14 +532,15 @@ def merge(config: FinetuneConfig, folder: Path) -> None:
     first = checkpoint.read_run(folders[0])
     require(first is not None, f"merge: {folders[0]} holds no checkpoint")
     identity = {**first["identity"], "train": {**first["identity"]["train"], "blocks": "all"}}
-    parts = [part_name(block) for block in range(len(identity["blocks"]["layers"]))]
-    runs = [checkpoint.read_run(path) for path in folders]
-    if any(run_file is not None and SHARED in run_file["parts"] for run_file in runs):
-        parts.append(SHARED)
+    steps = {part_name(block): identity["train"]["steps"] for block in range(len(identity["blocks"]["layers"]))}
+    for run_file in map(checkpoint.read_run, folders):
+        if run_file is not None and SHARED in run_file["parts"]:
+            steps[SHARED] = run_file["parts"][SHARED]["step"]  # a step of each block that its job trained
+    owners = checkpoint.check_merge(folders, folder, identity, steps, force=False)
     with checkpoint.locked(folder):
-        checkpoint.merge(folders, folder, identity, parts, force=False)
+        checkpoint.merge(owners, folder, identity)
         merged = dataclasses.replace(
-            read_config(folders[0]), blocks_to_train="all", train_shared=SHARED in parts, out=str(folder)
+            read_config(folders[0]), blocks_to_train="all", train_shared=SHARED in owners, out=str(folder)
         )
         (folder / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(merged))))
 
