@@ -178,6 +178,8 @@ class TrainConfig:
     batch_size: int = 64
     micro_batch: int | None = None  # gradient accumulation; null: the whole batch at once
     blocks: Any = "all"  # or a list: this job builds and trains these blocks only
+    init_from: str | None = None  # the folder of a run with one network over all levels: its averaged weights begin every block
+    init_layers: str = "slice"  # which of its layers: slice (a block's own part) | every (spread over the depth) | clone (all)
     block_order: str = "shuffled"  # shuffled | sequential | uniform
     block_probability: str = "uniform"  # uniform | mass
     learning_rate: float = 1e-3
@@ -322,7 +324,8 @@ def is_integer(value: Any) -> bool:
 
 def at_least(name: str, value: float, low: float) -> None:
     """Raises SettingError unless the value is a finite number of at least `low`."""
-    require(math.isfinite(value) and value >= low, f"{name}={value} must be a finite number of at least {low:g}")
+    require(math.isfinite(value), f"{name}={value} must be a finite number")
+    require(value >= low, f"{name}={value} must be at least {low:g}")
 
 
 # The groups that decide the trained weights.
@@ -812,6 +815,11 @@ def validate_training(config: Config) -> None:
     one_of("train.block_probability", train.block_probability, ("uniform", "mass"))
     one_of("train.parallel", train.parallel, (None, "blocks", "data"))
     one_of("train.schedule", train.schedule, ("constant", "cosine"))
+    one_of("train.init_layers", train.init_layers, ("slice", "every", "clone"))
+    require(
+        train.init_from is not None or train.init_layers == "slice",
+        f"train.init_layers={train.init_layers} has no meaning without train.init_from",
+    )
     one_of("train.precision", train.precision, ("auto", "fp32", "bf16"))
     above_zero("train.learning_rate", train.learning_rate)
     for name in ("beta1", "beta2"):

@@ -25,11 +25,12 @@ import config as configuration
 import parallel
 import plots
 from checkpoint import Part
-from config import Config, TrainConfig
+from config import Config, SettingError, TrainConfig, require
+from convert import starting_weights
 from data import Source
 from hardware import Hardware
 from kinds import build_module, trained_parts
-from model import Draw, Objective
+from model import Draw, Objective, part_name
 from parallel import ALONE, World
 from randomness import stream_seed
 
@@ -139,6 +140,31 @@ def build_part(config: Config, name: str, device: torch.device, world: World = A
         fused=True,
     )
     return Part(module, {name: value.detach().clone() for name, value in module.named_parameters()}, optimizer)
+
+
+def begin_from(config: Config, parts: Mapping[str, Part]) -> None:
+    """Loads the weights that `train.init_from` begins with into parts and their EMA.
+
+    Raises:
+        SettingError: no checkpoint there, one of several blocks, or one of other shapes.
+    """
+    folder = Path(config.train.init_from)
+    run = checkpoint.read_run(folder)
+    require(run is not None, f"train.init_from={folder} holds no checkpoint")
+    blocks = run["identity"]["method"]["name"] == "diffusion_blocks"
+    require(not blocks, f"train.init_from={folder} holds blocks; one network over all levels is needed")
+    weights = checkpoint.load_weights(folder, run, part_name(0), "ema")
+    starts = starting_weights(weights, config.train.init_layers, configuration.layer_split(config))
+    for block, start in enumerate(starts):
+        if part_name(block) in parts:
+            part = parts[part_name(block)]
+            try:
+                part.module.load_state_dict(start)
+            except RuntimeError as error:
+                reason = str(error).splitlines()[-1].strip()
+                raise SettingError(f"train.init_from={folder} does not fit this model: {reason}") from None
+            for name, value in part.module.named_parameters():
+                part.ema[name].copy_(value.detach())
 
 
 def train_step(
@@ -341,6 +367,8 @@ def train(
         return  # finished
     names = sorted({name for block in owned for name in trained[block]})
     parts = {name: build_part(config, name, hardware.device, world) for name in names}
+    if run is None and settings.init_from is not None:
+        begin_from(config, parts)
     if run is not None:
         for name, part in parts.items():
             checkpoint.restore(folder, run, name, part)

@@ -112,8 +112,8 @@ TABLES = (
     Table(
         "solver",
         "Solver and spacing",
-        "Not a table of the paper. 25 nodes of Heun cost as many evaluations as 49 of Euler. The held-out loss does not depend on "
-        "the sampler.",
+        "Not a table of the paper. 25 nodes of Heun cost as many evaluations as 49 of Euler. The held-out loss does not depend "
+        "on the sampler.",
         "sampler.name=euler sampler.schedule=karras sampler.steps=49",
     ),
     Table(
