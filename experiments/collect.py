@@ -43,7 +43,8 @@ PLACE += ("train.log_every", "train.checkpoint_every", "train.sample_every", "tr
 # What a protocol leaves out: what a table varies, what follows from it, and what changes rounding at most.
 VARIED = ("trained.method", "trained.partition", "trained.seed", "trained.train.block_order", "trained.train.block_probability")
 VARIED += ("trained.train.match", "trained.train.blocks", "trained.train.precision", "trained.data.path")
-VARIED += ("steps_trained", "checksums", "visits", "environment", "trained_at", "features_device", "sampler.batch_size")
+VARIED += ("steps_trained", "checksums", "visits", "environment", "machines", "trained_at", "features_device")
+VARIED += ("sampler.batch_size",)
 
 
 def is_under(key: str, names: Iterable[str]) -> bool:
@@ -63,7 +64,7 @@ def protocol_of(result: dict[str, Any], setting: str) -> dict[str, Any]:
     varied = [*VARIED, *typed, *(f"trained.{key}" for key in typed)]
     if result["kind"] == "floor":
         varied += ["trained", "trained_on", "weights"]  # real images have no model
-    protocol = {**result["protocol"], "trained_on": {"precision": result["protocol"]["trained_on"][-1]["precision"]}}
+    protocol = {**result["protocol"], "trained_on": {"precision": result["protocol"]["trained_on"]["precision"]}}
     return {key: value for key, value in flatten(protocol).items() if not is_under(key, varied)}
 
 
@@ -105,7 +106,7 @@ class Records:
         protocol = protocol_of(result, setting)
         key = digest(protocol)
         self.protocols[key] = protocol
-        machine = result["protocol"]["trained_on"][-1]
+        machine = result["protocol"]["trained_on"]
         common = {
             "table": asked["experiment"],
             **{name: asked[name] for name in ("scale", "paper", "match")},

@@ -240,7 +240,7 @@ def verdict(name: str, ours: Values, paper: dict[str, float]) -> str:
     best_common = min(common, key=average.get)
     return (
         f"{name}: **{word}**. Of {pairs} pairs of settings {seen[True]} differ as in the paper, {seen[False]} the other way, "
-        f"{unseen} by less than {RESOLVED:g} standard errors; best is `{best_common}`, the paper's is "
+        f"{unseen} by less than {RESOLVED:g} standard errors; of these our best is `{best_common}`, the paper's "
         f"`{min(common, key=paper.get)}`; {effect}."
     )
 

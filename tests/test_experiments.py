@@ -120,6 +120,8 @@ def test_versions_differ_where_the_paper_says():
         assert (cut.num_blocks, cut.overlap) == (blocks, overlap)
         assert resolved(f"paper={paper}", "experiment=num_blocks").partition.overlap == ablation
         assert resolved(f"paper={paper}", "experiment=partition").partition.overlap == 0.0
+    for paper, batch_size in (("v1", 1024), ("v4", 512)):
+        assert compose("config", ["scale=imagenet256", f"paper={paper}"]).train.batch_size == batch_size
 
 
 def test_imagenet256_is_that_of_either_version():
