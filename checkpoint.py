@@ -10,7 +10,6 @@ until then. Nothing in a file is executed: weights are safetensors, the rest loa
 
 import contextlib
 import fcntl
-import hashlib
 import json
 import os
 import pickle
@@ -28,8 +27,10 @@ from torch import Tensor, nn
 import config as configuration
 import parallel
 from config import SettingError, require
+from files import checksum, differences, write_atomically
 from hardware import set_up
-from model import Model, build_model, build_module, part_name
+from kinds import build_model, build_module
+from model import Model, part_name
 
 FORMAT = 1
 SEPARATOR = "/"  # raw/<parameter>, ema/<parameter>
@@ -54,22 +55,6 @@ class Part:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Files
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replaces a text file in one move, on the disk before it has its name."""
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-
-
-def checksum(path: Path) -> str:
-    """Returns the sha256 of a file."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 class WriteError(RuntimeError):
@@ -284,7 +269,9 @@ def load_model(folder: str | Path, weights: str = "ema", device: str = "auto", b
     hardware = set_up(device, run["machines"][-1]["precision"], None)
     modules = {}
     for name in run["parts"] if blocks is None else map(part_name, blocks):
-        tensors = load_weights(folder, run, name, weights)
+        tensors = load_weights(folder, run, name, "raw")
+        if weights == "ema":
+            tensors |= load_weights(folder, run, name, "ema")  # buffers are not averaged
         modules[name] = build_module(config, name).eval()
         modules[name].load_state_dict(tensors)
         modules[name].to(hardware.device)
@@ -293,16 +280,6 @@ def load_model(folder: str | Path, weights: str = "ema", device: str = "auto", b
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What must agree
-
-
-def differences(ours: Any, theirs: Any, name: str = "") -> list[str]:
-    """Returns `field: ours against theirs` for every leaf in which two descriptions differ."""
-    if isinstance(ours, dict) and isinstance(theirs, dict):
-        found = []
-        for key in sorted(ours.keys() | theirs.keys()):
-            found += differences(ours.get(key), theirs.get(key), f"{name}.{key}".lstrip("."))
-        return found
-    return [] if ours == theirs else [f"{name} is {ours} here and {theirs} there"]
 
 
 def comparable(identity: dict[str, Any]) -> dict[str, Any]:

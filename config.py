@@ -46,6 +46,8 @@ class DataConfig:
     train_split: str = "train"
     test_split: str = "test"
     flip: bool = False  # horizontal flips in training
+    crop: int = 0  # pixels of border around a random crop in training; this and randaugment are for classifiers
+    randaugment: bool = False  # two of torchvision's operations at magnitude 9
     scale: float | None = None  # model units per [-1, 1]; null: measured, so that the standard deviation is sigma_data
     cache: str = "~/.cache/diffusion_blocks"  # decoded arrays
 
@@ -98,11 +100,58 @@ class ObjectiveConfig:
 
 
 @dataclass
+class ViTConfig:
+    """A ViT that classifies. `size` names depth, width and heads; a number given beside it wins."""
+
+    name: str = "vit"
+    size: str = REQUIRED
+    patch_size: int = REQUIRED
+    depth: int | None = None
+    width: int | None = None
+    heads: int | None = None
+    mlp_ratio: float = 4.0
+    dropout: float = 0.0
+    label_token: str | None = "beside"  # the noisy label stands beside | instead of the class token
+    adaLN: str | None = "dit"  # dit | released: the linear map before its activation, and a condition of width/6
+    share: str | None = "nothing"  # nothing | ends: embeddings and head common to all blocks
+
+
+@dataclass
+class CNNConfig:
+    """NoProp's convolutional network; every block or step is a whole one."""
+
+    name: str = "noprop_cnn"
+    width: int = 64  # of the label's embedding
+    hidden: int = 256  # of the linear layers
+
+
+@dataclass
+class LabelConfig:
+    """What a classifier predicts: its target embeddings, and their noise levels for diffusion_blocks.
+
+    What a method does not use is null.
+    """
+
+    name: str = "labels"
+    table: str | None = "fixed"  # fixed (from the seed) | learned (with all blocks in one job)
+    normalize: bool | None = True  # rows of norm 1
+    weighting: str | None = "none"  # of the cross-entropy: none | per_sample | batch_mean (as released)
+    P_mean: float | None = 0.0  # with these levels every block is left some of the label; EDM's leave the cleanest block none
+    P_std: float | None = 1.0
+    sigma_min: float | None = 0.1
+    sigma_max: float | None = 5.0
+    sigma_data: float | None = None  # null: 1/sqrt(width), a normalised embedding's standard deviation
+    networks: int | None = 10  # noprop_dt: one for each step
+    eta: float | None = None  # noprop_dt and noprop_ct: weight of the denoising term; null: .1 and 1
+
+
+@dataclass
 class MethodConfig:
     """How the model is trained.
 
-    diffusion_blocks; end_to_end (one block); shallow (the control: one network of a block's depth over all levels, trained
-    num_blocks times longer).
+    diffusion_blocks; end_to_end (one block, or for a classifier a plain network); shallow (the control: one network of a
+    block's depth over all levels, trained num_blocks times longer); for a classifier also greedy, local, forward_forward,
+    forward_forward_plain, noprop_dt, noprop_ct, noprop_fm: see baselines.py.
     """
 
     name: str = REQUIRED
@@ -117,6 +166,7 @@ class PartitionConfig:
     overlap: float = 0.05
     layers: list[int] | None = None  # layers per block, noisiest block first, or their ratio; null: even
     edges: list[float] | None = None  # for `custom`: num_blocks + 1 decreasing levels
+    pilot: str | None = None  # for `cross_entropy`: folder of a scored run, of whose cross-entropy blocks get equal shares
 
 
 @dataclass
@@ -128,6 +178,8 @@ class TrainConfig:
     batch_size: int = 64
     micro_batch: int | None = None  # gradient accumulation; null: the whole batch at once
     blocks: Any = "all"  # or a list: this job builds and trains these blocks only
+    init_from: str | None = None  # the folder of a run with one network over all levels: its averaged weights begin every block
+    init_layers: str = "slice"  # which of its layers: slice (a block's own part) | every (spread over the depth) | clone (all)
     block_order: str = "shuffled"  # shuffled | sequential | uniform
     block_probability: str = "uniform"  # uniform | mass
     learning_rate: float = 1e-3
@@ -184,6 +236,11 @@ class EvalConfig:
     repeats: int = 1  # sets of samples
     batch_size: int = 500  # of held-out images and of features
     seed: int = 0
+    label_steps: list[int] | None = None  # a classifier's sampling steps, scored in turn; null: one per block, NoProp: 1000
+    label_schedule: str = "per_block"  # per_block | equi_probability | karras
+    initial_noise: float = 0.0  # of a classifier's prediction: times sigma_max, 1 in the paper; 0 starts from the noise's mean
+    bridge: str = "soft"  # what a prediction hands to the next step: soft | hard | top_k | raw (soft, rows not normalised)
+    top_k: int = 5
 
 
 @dataclass
@@ -231,13 +288,23 @@ SCHEMAS = [
     ("data", "images", DataConfig),
     ("data", "latents", LatentsConfig),
     ("model", "dit", ModelConfig),
+    ("model", "vit", ViTConfig),
+    ("model", "noprop_cnn_schema", CNNConfig),
     ("objective", "edm_levels", ObjectiveConfig),
+    ("objective", "label_schema", LabelConfig),
 ]
 
 MODES = ("run", "train", "sample", "evaluate", "merge", "encode")
 LATENTS = ("imagenet256_latents",)  # data sets that are encoded first
-# depth, width, heads (DiT's table 1; `digits` is ours)
-SIZES = {"digits": (12, 64, 2), "S": (12, 384, 6), "B": (12, 768, 12), "L": (24, 1024, 16), "XL": (28, 1152, 16)}
+# depth, width, heads (`S` to `XL`: DiT's table 1; `paper`: the ViT of DiffusionBlocks; `digits` is ours)
+SIZES = {
+    "digits": (12, 64, 2),
+    "paper": (12, 128, 4),
+    "S": (12, 384, 6),
+    "B": (12, 768, 12),
+    "L": (24, 1024, 16),
+    "XL": (28, 1152, 16),
+}
 
 
 def one_of(name: str, value: Any, allowed: tuple[str | None, ...]) -> None:
@@ -257,7 +324,8 @@ def is_integer(value: Any) -> bool:
 
 def at_least(name: str, value: float, low: float) -> None:
     """Raises SettingError unless the value is a finite number of at least `low`."""
-    require(math.isfinite(value) and value >= low, f"{name}={value} must be a finite number of at least {low:g}")
+    require(math.isfinite(value), f"{name}={value} must be a finite number")
+    require(value >= low, f"{name}={value} must be at least {low:g}")
 
 
 # The groups that decide the trained weights.
@@ -293,6 +361,32 @@ def check_typed(config: Config, overrides: list[str]) -> None:
             not (key == "sampler.guidance" and config.eval.guidance is not None and config.mode in ("run", "evaluate")),
             f"sampler.guidance was typed, but eval.guidance={config.eval.guidance} names the scales that are scored: type that",
         )
+        if config.model.name != "dit":
+            check_typed_for_classifier(config, key)
+
+
+def check_typed_for_classifier(config: Config, key: str) -> None:
+    """Refuses a typed key that this classifier's method could only ignore."""
+    group, _, name = key.partition(".")
+    method = config.method.name
+    diffusion = method == "diffusion_blocks"
+    dials = ("label_steps", "label_schedule", "initial_noise", "bridge", "top_k") if diffusion else ()
+    if method in ("noprop_ct", "noprop_fm"):
+        dials = ("label_steps",)
+    used = {
+        "sampler": ("weights", "seed"),
+        "eval": ("batch_size", "seed", "loss_levels", "loss_images", *dials),
+        "objective": ("", *LABEL_METHODS.get(method, ())),
+    }
+    if not diffusion:
+        used["partition"] = ("num_blocks", "layers") if method in ("greedy", "local") else ()
+    ignored = ["train.label_dropout", "train.sample_every"]
+    if not diffusion:
+        ignored += ["model.label_token", "model.adaLN", "model.share"]
+    require(
+        key not in ignored and (group not in used or name in used[group]),
+        f"{key} has no meaning for model={config.model.name} with method={method}: leave it out",
+    )
 
 
 def with_trained_settings(config: Config, overrides: list[str]) -> Config:
@@ -317,15 +411,18 @@ def resolve(config: Config) -> Config:
     """
     config = dataclasses.replace(config)
     one_of("mode", config.mode, MODES)
-    one_of("model.name", config.model.name, ("dit",))
-    size_dit(config)
+    one_of("model.name", config.model.name, ("dit", "vit", "noprop_cnn"))
+    if config.model.name == "dit":
+        size_transformer(config)
+    else:
+        fill_classifier(config)
     validate(config)
     unify(config)
     return config
 
 
-def size_dit(config: Config) -> None:
-    """Fills in the depth, width and heads that a DiT's size names, and layers that were listed as a ratio."""
+def size_transformer(config: Config) -> None:
+    """Fills in the depth, width and heads that a size names, and layers that were listed as a ratio."""
     one_of("model.size", config.model.size, tuple(SIZES))
     given = (config.model.depth, config.model.width, config.model.heads)
     depth, width, heads = (
@@ -345,14 +442,8 @@ def unify(config: Config) -> None:
         config.data = dataclasses.replace(config.data, path=str(Path(config.data.path).expanduser().resolve()))
     if isinstance(config.data, LatentsConfig) and Path(config.data.vae).expanduser().exists():
         config.data = dataclasses.replace(config.data, vae=str(Path(config.data.vae).expanduser().resolve()))
-    if config.partition.num_blocks == 1:
-        config.method = MethodConfig("end_to_end")
-    if config.method.name == "end_to_end":
-        config.partition = PartitionConfig("equi_probability", num_blocks=1, overlap=0.0)
-    if config.method.name == "shallow":
-        config.partition = PartitionConfig(
-            "equi_probability", config.partition.num_blocks, overlap=0.0, layers=config.partition.layers
-        )
+    if config.model.name == "dit":
+        unify_dit(config)
     cut = config.partition
     if cut.name == "equi_probability":  # the blocks' masses are equal
         config.train = dataclasses.replace(config.train, block_probability="uniform")
@@ -368,14 +459,112 @@ def unify(config: Config) -> None:
         config.eval = dataclasses.replace(config.eval, guidance=as_floats(config.eval.guidance))
 
 
+def unify_dit(config: Config) -> None:
+    """Gives methods of one meaning one form."""
+    if config.partition.num_blocks == 1:
+        config.method = MethodConfig("end_to_end")
+    if config.method.name == "end_to_end":
+        config.partition = PartitionConfig("equi_probability", num_blocks=1, overlap=0.0)
+    if config.method.name == "shallow":
+        config.partition = PartitionConfig(
+            "equi_probability", config.partition.num_blocks, overlap=0.0, layers=config.partition.layers
+        )
+
+
 def as_floats(value: Any) -> Any:
     """Returns a number, or the numbers of a list, as float."""
     return [as_floats(item) for item in value] if isinstance(value, list) else float(value)
 
 
+# What a classifier's methods use of LabelConfig; they need no more of the partition than its blocks, and no levels, but for
+# diffusion_blocks.
+LEVELS = ("weighting", "P_mean", "P_std", "sigma_min", "sigma_max", "sigma_data")
+LABEL_METHODS = {
+    "diffusion_blocks": ("table", "normalize", *LEVELS),
+    "end_to_end": (),
+    "greedy": (),
+    "local": (),
+    "forward_forward": (),
+    "forward_forward_plain": (),
+    "noprop_dt": ("table", "normalize", "networks", "eta"),
+    "noprop_ct": ("table", "normalize", "eta"),
+    "noprop_fm": ("table", "normalize"),
+}
+IMAGE_STD = 0.5  # of a classifier's input, as of the images of the other models
+
+
+def fill_classifier(config: Config) -> None:
+    """Fills in what depends on other keys, and sets what the method does not use to null, so that equal runs have one name."""
+    method = config.method.name
+    one_of("method.name", method, tuple(LABEL_METHODS))
+    require(config.objective.name == "labels", f"model={config.model.name} classifies: set objective=labels")
+    if config.model.name == "vit":
+        size_transformer(config)
+        if method != "diffusion_blocks":
+            config.model = dataclasses.replace(config.model, label_token=None, adaLN=None, share=None)
+    if method != "diffusion_blocks":
+        config.train = dataclasses.replace(config.train, match="layer_work")
+    unused = {item.name: None for item in dataclasses.fields(LabelConfig)} | {"name": "labels"}
+    unused |= {name: getattr(config.objective, name) for name in LABEL_METHODS[method]}
+    config.objective = LabelConfig(**unused)
+    if method == "diffusion_blocks" and config.objective.sigma_data is None:
+        config.objective.sigma_data = config.model.width**-0.5
+    if method in ("noprop_dt", "noprop_ct") and config.objective.eta is None:
+        config.objective.eta = 0.1 if method == "noprop_dt" else 1.0
+    if method == "diffusion_blocks":
+        config.partition = with_pilot(config)
+    else:
+        blocks = config.partition.num_blocks if method in ("greedy", "local") else 1
+        if method.startswith("forward_forward"):
+            blocks = config.model.depth
+        layers = config.partition.layers if method in ("greedy", "local") else None
+        config.partition = PartitionConfig("equi_probability", blocks, overlap=0.0, layers=layers)
+    config.train = dataclasses.replace(config.train, label_dropout=0.0, sample_every=0)  # no label is given, nothing is drawn
+    if method in ("greedy", "forward_forward"):
+        config.train = dataclasses.replace(config.train, block_order="sequential", block_probability="uniform")
+    elif method == "noprop_dt":
+        config.train = dataclasses.replace(config.train, block_probability="uniform")
+
+
+def with_pilot(config: Config) -> PartitionConfig:
+    """Returns the partition with the edges that a pilot's cross-entropy gives, where the partition asks for that.
+
+    Raises:
+        SettingError: no scored pilot there.
+    """
+    cut = config.partition
+    require(
+        (cut.pilot is not None) == (cut.name == "cross_entropy"),
+        f"partition.pilot={cut.pilot} belongs to partition=cross_entropy and only there: a run's folder, trained and scored",
+    )
+    if cut.name != "cross_entropy":
+        return cut
+    path = Path(cut.pilot) / "results.json"
+    require(path.is_file(), f"partition.pilot={cut.pilot}: {path} is missing: train and score a run with one block first")
+    curves = [row["by_level"] for row in json.loads(path.read_text()) if row["kind"] == "label_denoising"]
+    require(len(curves) > 0, f"partition.pilot={cut.pilot} has no cross-entropy by level: score a run of diffusion_blocks")
+    mass, loss = curves[-1]["mass"], curves[-1]["cross_entropy"]
+    bounds = [curves[-1]["edges"][0], curves[-1]["edges"][-1]]
+    ours = [config.objective.sigma_min, config.objective.sigma_max]
+    require(
+        all(math.isclose(a, b) for a, b in zip(bounds, ours, strict=True)),
+        f"partition.pilot={cut.pilot} has levels {bounds}, this model {ours}: score a pilot with the same levels",
+    )
+    edges = dblock_modules.equal_shares(curves[-1]["edges"], [m * v for m, v in zip(mass, loss, strict=True)], cut.num_blocks)
+    return dataclasses.replace(cut, name="custom", edges=edges, pilot=None)
+
+
 def trained_blocks(config: Config) -> int:
-    """Returns how many blocks the method trains: one for end_to_end and for shallow."""
-    return config.partition.num_blocks if config.method.name == "diffusion_blocks" else 1
+    """Returns how many blocks the training loop knows: what a step trains is one of them.
+
+    One where all parts train at every step; two for forward_forward, the layers and the read-out.
+    """
+    method = config.method.name
+    if method in ("diffusion_blocks", "greedy"):
+        return config.partition.num_blocks
+    if method == "noprop_dt":
+        return config.objective.networks
+    return 2 if method == "forward_forward" else 1
 
 
 def owned_blocks(config: Config) -> list[int]:
@@ -387,12 +576,28 @@ def layer_split(config: Config) -> list[int]:
     """Returns the layers of each trained block; `shallow` has one network of a block's depth, rounded down."""
     if config.method.name == "shallow":
         return [config.model.depth // config.partition.num_blocks]
+    if config.model.name == "noprop_cnn":
+        return [1] * config.partition.num_blocks  # every block is a whole network
     return dblock_modules.split_layers(config.model.depth, config.partition.num_blocks, config.partition.layers)
 
 
 def total_steps(config: Config) -> int:
-    """Returns the optimizer steps of all blocks together; matched by layer work, every method does the same arithmetic."""
-    return config.train.steps * (config.partition.num_blocks if config.train.match == "layer_work" else 1)
+    """Returns the optimizer steps of all blocks together; matched by layer work, every method does the same arithmetic.
+
+    A layer's forward pass counts 1, its backward pass 2, so that end to end a step over all layers is 3.
+    """
+    steps, blocks = config.train.steps, config.partition.num_blocks
+    if config.method.name == "local":  # a step trains all groups
+        return steps
+    if config.method.name == "greedy":  # group b runs the b groups before it: 3 + b, on average 3 + (blocks - 1) / 2
+        return blocks * max(round(steps * 6 / (5 + blocks)), 1)
+    if config.method.name == "forward_forward":  # two views (6) and, as many steps again, a forward pass for the read-out (1)
+        return 2 * max(round(steps * 3 / 7), 1)
+    if config.method.name == "forward_forward_plain":  # right and wrong labels (6)
+        return max(round(steps / 2), 1)
+    if config.method.name.startswith("noprop"):  # every network makes train.steps
+        return steps * trained_blocks(config)
+    return steps * (blocks if config.train.match == "layer_work" else 1)
 
 
 def levels(config: Config) -> dblock_modules.LogNormalLevels:
@@ -428,10 +633,10 @@ def guidance_scales(config: Config, value: Any) -> list[float]:
 
 def validate(config: Config) -> None:
     """Refuses combinations that cannot work; what needs the data or the disk is checked where those are opened."""
-    one_of("method.name", config.method.name, ("diffusion_blocks", "end_to_end", "shallow"))
-    one_of("objective.name", config.objective.name, ("edm",))
-    one_of("partition.name", config.partition.name, ("equi_probability", "log_uniform", "uniform", "custom"))
-    validate_dit(config)
+    if config.model.name == "dit":
+        validate_dit(config)
+    else:
+        validate_classifier(config)
     validate_training(config)
     validate_sampling(config)
     if isinstance(config.data, LatentsConfig):
@@ -453,7 +658,78 @@ def validate(config: Config) -> None:
 
 def validate_dit(config: Config) -> None:
     """Refuses a DiT, levels or a partition that do not fit each other or the images."""
-    model, objective, cut = config.model, config.objective, config.partition
+    one_of("method.name", config.method.name, ("diffusion_blocks", "end_to_end", "shallow"))
+    one_of("objective.name", config.objective.name, ("edm",))
+    one_of("partition.name", config.partition.name, ("equi_probability", "log_uniform", "uniform", "custom"))
+    at_least("data.num_classes", config.data.num_classes, 0)
+    require(
+        not (config.data.crop or config.data.randaugment),
+        "data.crop and data.randaugment are for classifiers: a model that draws images would learn to draw such ones",
+    )
+    require(config.partition.pilot is None, f"partition.pilot={config.partition.pilot} is for classifiers: leave it out")
+    require(
+        config.method.name != "shallow" or config.partition.layers is None,
+        f"partition.layers={config.partition.layers} has no meaning with method=shallow, which has one network",
+    )
+    one_of("objective.weighting", config.objective.weighting, tuple(dblock_modules.WEIGHTINGS))
+    validate_transformer(config)
+    validate_levels(config)
+
+
+def validate_classifier(config: Config) -> None:
+    """Refuses a classifier whose model, method, labels and levels do not fit each other or the images."""
+    model, objective, method, train = config.model, config.objective, config.method.name, config.train
+    require(config.data.num_classes >= 2, f"data.num_classes={config.data.num_classes}: a classifier needs two classes at least")
+    at_least("data.crop", config.data.crop, 0)
+    require(config.data.crop < config.data.size, f"data.crop={config.data.crop} must be less than the images' size")
+    if model.name == "vit":
+        require(not method.startswith("noprop"), f"method={method} is defined on NoProp's network: set model=noprop_cnn")
+        validate_transformer(config)
+        require(model.mlp_ratio > 0, f"model.mlp_ratio={model.mlp_ratio} must be above 0")
+        require(0 <= model.dropout < 1, f"model.dropout={model.dropout} must lie in [0, 1)")
+        if method == "diffusion_blocks":
+            one_of("model.label_token", model.label_token, ("beside", "instead"))
+            one_of("model.adaLN", model.adaLN, ("dit", "released"))
+            one_of("model.share", model.share, ("nothing", "ends"))
+    else:
+        fits = method == "diffusion_blocks" or method.startswith("noprop")
+        require(fits, f"method={method} needs a ViT's layers; model=noprop_cnn takes diffusion_blocks and the NoProp methods")
+        require(
+            config.data.size >= 8, f"data.size={config.data.size}: NoProp's network halves an image three times, so 8 at least"
+        )
+        at_least("model.width", model.width, 1)
+        at_least("model.hidden", model.hidden, 1)
+        require(config.partition.layers is None, "partition.layers: every block of model=noprop_cnn is a whole network")
+    if objective.table is not None:
+        one_of("objective.table", objective.table, ("fixed", "learned"))
+    if method == "noprop_dt":
+        at_least("objective.networks", objective.networks, 1)
+    if method == "diffusion_blocks":
+        one_of("objective.weighting", objective.weighting, ("none", "per_sample", "batch_mean"))
+        validate_levels(config)
+    together = {
+        "greedy": method == "greedy",
+        "forward_forward": method == "forward_forward",
+        "objective.table=learned": objective.table == "learned",
+        "model.share=ends": model.name == "vit" and model.share == "ends",
+        "NoProp's read-out": method.startswith("noprop"),
+    }
+    for what, needs_all in together.items():
+        require(not needs_all or train.blocks == "all", f"train.blocks={train.blocks}: {what} needs all blocks in one job")
+    coupled = method == "forward_forward" or method == "noprop_dt"  # a contrast, or batch norm
+    require(
+        not coupled or train.micro_batch is None or train.micro_batch >= train.batch_size,
+        f"train.micro_batch={train.micro_batch}: the samples of a batch meet in the loss of {method}, so take it whole",
+    )
+    require(
+        not (train.compile and model.name == "vit" and model.share == "ends"),
+        "train.compile with model.share=ends is not supported: set one of them back",
+    )
+
+
+def validate_transformer(config: Config) -> None:
+    """Refuses a transformer that does not fit the images, and layers that do not fit the blocks."""
+    model, cut = config.model, config.partition
     for name, value in (("depth", model.depth), ("width", model.width), ("heads", model.heads), ("patch_size", model.patch_size)):
         at_least(f"model.{name}", value, 1)
     require(model.width % model.heads == 0, f"model.width={model.width} is not a multiple of model.heads={model.heads}")
@@ -462,8 +738,18 @@ def validate_dit(config: Config) -> None:
         config.data.size % model.patch_size == 0,
         f"model.patch_size={model.patch_size} does not divide the image size, {config.data.size}",
     )
-    at_least("data.num_classes", config.data.num_classes, 0)
     at_least("data.channels", config.data.channels, 1)
+    at_least("partition.num_blocks", cut.num_blocks, 1)
+    try:
+        layers = layer_split(config)
+    except ValueError as error:
+        raise SettingError(f"partition: {error}") from None
+    require(min(layers) >= 1, f"partition.num_blocks={cut.num_blocks} is more than the {model.depth} layers")
+
+
+def validate_levels(config: Config) -> None:
+    """Refuses levels and a cut of them that do not fit each other."""
+    objective, cut = config.objective, config.partition
     require(math.isfinite(objective.P_mean), f"objective.P_mean={objective.P_mean} must be finite")
     for name in ("P_std", "sigma_min", "sigma_max", "sigma_data"):
         above_zero(f"objective.{name}", getattr(objective, name))
@@ -475,7 +761,6 @@ def validate_dit(config: Config) -> None:
         levels(config).share > 1e-6,
         f"objective.P_mean={objective.P_mean} and P_std={objective.P_std} leave hardly any level between sigma_min and sigma_max",
     )
-    one_of("objective.weighting", objective.weighting, tuple(dblock_modules.WEIGHTINGS))
     at_least("partition.num_blocks", cut.num_blocks, 1)
     at_least("partition.overlap", cut.overlap, 0)
     require(
@@ -486,10 +771,9 @@ def validate_dit(config: Config) -> None:
         f"partition.edges belongs to partition=custom and only there, got {cut.edges} with {cut.name}",
     )
     try:
-        layer_split(config), partition(config)
+        partition(config)
     except ValueError as error:
         raise SettingError(f"partition: {error}") from None
-    require(min(layer_split(config)) >= 1, f"partition.num_blocks={cut.num_blocks} is more than the {model.depth} layers")
 
 
 def validate_latents(data: LatentsConfig) -> None:
@@ -531,6 +815,11 @@ def validate_training(config: Config) -> None:
     one_of("train.block_probability", train.block_probability, ("uniform", "mass"))
     one_of("train.parallel", train.parallel, (None, "blocks", "data"))
     one_of("train.schedule", train.schedule, ("constant", "cosine"))
+    one_of("train.init_layers", train.init_layers, ("slice", "every", "clone"))
+    require(
+        train.init_from is not None or train.init_layers == "slice",
+        f"train.init_layers={train.init_layers} has no meaning without train.init_from",
+    )
     one_of("train.precision", train.precision, ("auto", "fp32", "bf16"))
     above_zero("train.learning_rate", train.learning_rate)
     for name in ("beta1", "beta2"):
@@ -565,6 +854,12 @@ def validate_sampling(config: Config) -> None:
             f"sampler.labels={sampler.labels} must be balanced or labels of 0..{config.data.num_classes - 1}",
         )
 
+    for steps in evaluation.label_steps or []:
+        at_least("eval.label_steps", steps, 1)
+    one_of("eval.label_schedule", evaluation.label_schedule, ("per_block", "equi_probability", "karras"))
+    one_of("eval.bridge", evaluation.bridge, ("soft", "hard", "top_k", "raw"))
+    at_least("eval.top_k", evaluation.top_k, 1)
+    at_least("eval.initial_noise", evaluation.initial_noise, 0)
     for name in ("loss_levels", "loss_images", "repeats", "batch_size"):
         at_least(f"eval.{name}", getattr(evaluation, name), 1)
     at_least("eval.likelihood_steps", evaluation.likelihood_steps, 2)
@@ -621,8 +916,8 @@ def job_folders(config: Config) -> list[Path]:
 # The dataclass of each group whose fields depend on what its `name` says.
 CLASSES = {
     "data": lambda name: LatentsConfig if name in LATENTS else DataConfig,
-    "model": {"dit": ModelConfig}.get,
-    "objective": {"edm": ObjectiveConfig}.get,
+    "model": {"dit": ModelConfig, "vit": ViTConfig, "noprop_cnn": CNNConfig}.get,
+    "objective": {"edm": ObjectiveConfig, "labels": LabelConfig}.get,
 }
 
 

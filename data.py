@@ -8,6 +8,7 @@ Pixels are uint8; a model's units are scale * (pixels / 127.5 - 1), so that one 
 
 import functools
 from collections import OrderedDict
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -191,6 +192,9 @@ class Source(Protocol):
         ...
 
 
+Augment = Callable[[Tensor, int, int, int, slice], Tensor]
+
+
 class BatchSource:
     """Training batches by block and step.
 
@@ -198,8 +202,18 @@ class BatchSource:
     gathers the step that was announced; what is returned is the same to the bit.
     """
 
-    def __init__(self, data: ImageData, device: torch.device | str, *, seed: int, resident_bytes: int = 2**31) -> None:
+    def __init__(
+        self,
+        data: ImageData,
+        device: torch.device | str,
+        *,
+        seed: int,
+        augment: Augment | None = None,
+        resident_bytes: int = 2**31,
+    ) -> None:
+        """Takes what augments the rows of a step, uint8 (n, C, H, W): called with block, step, batch_size and rows."""
         self.data = data
+        self.augment = augment
         self.device = torch.device(device)
         self.seed = seed
         self._resident: tuple[Tensor, Tensor] | None = None
@@ -224,6 +238,8 @@ class BatchSource:
             labels: int64 (n,).
         """
         images, labels = self._pixels(block, step, batch_size, rows)
+        if self.augment is not None:
+            images = self.augment(images, block, step, batch_size, rows)
         x = self.data.normalize(images.to(self.device, non_blocking=True))
         if self.data.flip:
             flips = torch.from_numpy(step_flips(self.seed, block, step, batch_size)[rows]).to(self.device)

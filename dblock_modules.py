@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
+import scipy.special
 import torch
 from torch import Tensor
 
@@ -71,6 +72,174 @@ class LogNormalLevels:
         q = torch.as_tensor(q, dtype=torch.float64)
         z = torch.special.ndtri(q_min + q * (q_max - q_min))
         return (self.P_mean + self.P_std * z).exp().clamp(self.minimum, self.maximum)
+
+
+@dataclass(frozen=True)
+class UniformLevels:
+    """Levels spread evenly over [minimum, maximum]."""
+
+    minimum: float = 0.0
+    maximum: float = 1.0
+
+    def cdf(self, level: Tensor) -> Tensor:
+        """Returns the share of the distribution below `level`: 0 at minimum, 1 at maximum."""
+        return ((torch.as_tensor(level, dtype=torch.float64) - self.minimum) / (self.maximum - self.minimum)).clamp(0.0, 1.0)
+
+    def inverse_cdf(self, q: Tensor) -> Tensor:
+        """Returns the level below which the share q lies (q in [0, 1])."""
+        return self.minimum + torch.as_tensor(q, dtype=torch.float64) * (self.maximum - self.minimum)
+
+
+@dataclass(frozen=True)
+class LogitNormalLevels:
+    """Levels of flow matching with logit(level) ~ N(mean, std^2), on [0, 1]; 1 is noise, so a higher mean trains more noise.
+
+    Source: Stable Diffusion 3, arXiv 2403.03206, equation 19.
+    """
+
+    mean: float = 0.0
+    std: float = 1.0
+    minimum: float = 0.0
+    maximum: float = 1.0
+
+    def cdf(self, level: Tensor) -> Tensor:
+        """Returns the share of the distribution below `level`."""
+        return torch.special.ndtr((torch.logit(torch.as_tensor(level, dtype=torch.float64)) - self.mean) / self.std)
+
+    def inverse_cdf(self, q: Tensor) -> Tensor:
+        """Returns the level below which the share q lies (q in [0, 1])."""
+        return torch.sigmoid(self.mean + self.std * torch.special.ndtri(torch.as_tensor(q, dtype=torch.float64)))
+
+
+@dataclass(frozen=True)
+class ModeLevels:
+    """Levels of flow matching with heavy tails, on [0, 1]: level = 1 - u - scale (cos^2(pi u / 2) - 1 + u), u uniform.
+
+    Source: Stable Diffusion 3, arXiv 2403.03206, equation 20; it rises in 1 - u for scales in [-1, 2 / (pi - 2)].
+    """
+
+    scale: float = 1.29
+    minimum: float = 0.0
+    maximum: float = 1.0
+
+    def cdf(self, level: Tensor) -> Tensor:
+        """Returns the share of the distribution below `level`; there is no closed form, so by bisection to float64's end."""
+        level = torch.as_tensor(level, dtype=torch.float64)
+        low, high = torch.zeros_like(level), torch.ones_like(level)
+        for _ in range(54):
+            middle = (low + high) / 2
+            below = self.inverse_cdf(middle) < level
+            low, high = torch.where(below, middle, low), torch.where(below, high, middle)
+        return torch.where(level >= self.maximum, 1.0, torch.where(level <= self.minimum, 0.0, (low + high) / 2))
+
+    def inverse_cdf(self, q: Tensor) -> Tensor:
+        """Returns the level below which the share q = 1 - u lies (q in [0, 1])."""
+        q = torch.as_tensor(q, dtype=torch.float64)
+        return (q - self.scale * (torch.sin(torch.pi * q / 2) ** 2 - q)).clamp(0.0, 1.0)
+
+
+@dataclass(frozen=True)
+class BetaLevels:
+    """Levels that follow the Beta(alpha, beta) distribution, on [0, 1]."""
+
+    alpha: float = 1.0
+    beta: float = 1.0
+    minimum: float = 0.0
+    maximum: float = 1.0
+
+    def cdf(self, level: Tensor) -> Tensor:
+        """Returns the share of the distribution below `level`, the regularised incomplete beta function."""
+        level = torch.as_tensor(level, dtype=torch.float64)
+        return torch.as_tensor(scipy.special.betainc(self.alpha, self.beta, level.cpu().numpy())).to(level.device)
+
+    def inverse_cdf(self, q: Tensor) -> Tensor:
+        """Returns the level below which the share q lies (q in [0, 1])."""
+        q = torch.as_tensor(q, dtype=torch.float64)
+        return torch.as_tensor(scipy.special.betaincinv(self.alpha, self.beta, q.cpu().numpy())).to(q.device)
+
+
+@dataclass(frozen=True)
+class ShiftedLevels:
+    """Levels of another distribution on [0, 1], moved towards noise: shift level / (1 + (shift - 1) level).
+
+    Source: Stable Diffusion 3, arXiv 2403.03206, equation 23; a scheduler's `shift`, or exp(mu) where it is dynamic.
+    """
+
+    base: LevelDistribution
+    shift: float
+    minimum: float = 0.0
+    maximum: float = 1.0
+
+    def cdf(self, level: Tensor) -> Tensor:
+        """Returns the share of the distribution below `level`."""
+        level = torch.as_tensor(level, dtype=torch.float64)
+        return self.base.cdf(level / (self.shift - (self.shift - 1) * level))
+
+    def inverse_cdf(self, q: Tensor) -> Tensor:
+        """Returns the level below which the share q lies (q in [0, 1])."""
+        level = self.base.inverse_cdf(q)
+        return self.shift * level / (1 + (self.shift - 1) * level)
+
+
+@dataclass(frozen=True)
+class DiscreteLevels:
+    """Levels that take a few values: a list, in which a value may come several times, with weights.
+
+    Attributes:
+        levels: values in [minimum, maximum], in any order.
+        weights: one per value, none negative; None: equal.
+    """
+
+    levels: tuple[float, ...]
+    weights: tuple[float, ...] | None = None
+    minimum: float = 0.0
+    maximum: float = 1.0
+
+    def __post_init__(self) -> None:
+        weights = self.weights or (1.0,) * len(self.levels)
+        if len(weights) != len(self.levels) or min(weights) < 0 or sum(weights) <= 0:
+            raise ValueError(f"{len(self.levels)} levels need as many weights, none negative and not all 0")
+        if not all(self.minimum <= level <= self.maximum for level in self.levels):
+            raise ValueError(f"levels must lie in [{self.minimum}, {self.maximum}]")
+
+    def atoms(self) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the distinct levels that are ever drawn, rising, and the share of the distribution up to each."""
+        weights = np.ones(len(self.levels)) if self.weights is None else np.array(self.weights, dtype=float)
+        levels, places = np.unique(np.array(self.levels)[weights > 0], return_inverse=True)
+        share = np.bincount(places, weights[weights > 0])
+        return levels, np.cumsum(share) / share.sum()
+
+    def cdf(self, level: Tensor) -> Tensor:
+        """Returns the share of the distribution up to `level`, itself included; 0 at minimum, where nothing lies below."""
+        levels, share = self.atoms()
+        level = torch.as_tensor(level, dtype=torch.float64)
+        up_to = np.concatenate([[0.0], share])[np.searchsorted(levels, level.cpu().numpy(), side="right")]
+        return torch.where(level <= self.minimum, 0.0, torch.as_tensor(up_to, dtype=torch.float64).to(level.device))
+
+    def inverse_cdf(self, q: Tensor) -> Tensor:
+        """Returns the lowest level with more than the share q of the distribution up to it (q in [0, 1])."""
+        levels, share = self.atoms()
+        q = torch.as_tensor(q, dtype=torch.float64)
+        places = np.searchsorted(share, q.cpu().numpy(), side="right")
+        return torch.as_tensor(levels[np.minimum(places, len(levels) - 1)]).to(q.device)
+
+    def equal_edges(self, num_blocks: int) -> list[float]:
+        """Returns num_blocks + 1 rising edges that share the distribution as evenly as its values allow.
+
+        Edges lie half-way between values, so that no value lies on one; where a value outweighs a block, the edges that would
+        coincide go to the next gaps.
+
+        Raises:
+            ValueError: fewer values than blocks.
+        """
+        levels, share = self.atoms()
+        if len(levels) < num_blocks:
+            raise ValueError(f"num_blocks={num_blocks} is more than the {len(levels)} different levels that are trained")
+        places = [0]  # how many values lie below each edge
+        for edge in range(1, num_blocks):
+            nearest = int(np.argmin(np.abs(share - edge / num_blocks))) + 1
+            places.append(min(max(nearest, places[-1] + 1), len(levels) - (num_blocks - edge)))
+        return [self.minimum, *((levels[place - 1] + levels[place]) / 2 for place in places[1:]), self.maximum]
 
 
 def sample_interval(distribution: LevelDistribution, low: float, high: float, uniform: Tensor) -> Tensor:
@@ -150,8 +319,11 @@ def make_partition(
     steps = torch.arange(num_blocks, -1, -1, dtype=torch.float64) / num_blocks
     low, high = distribution.minimum, distribution.maximum
     if name == "equi_probability":
-        inner = distribution.inverse_cdf(steps).tolist()
+        discrete = isinstance(distribution, DiscreteLevels)
+        inner = distribution.equal_edges(num_blocks)[::-1] if discrete else distribution.inverse_cdf(steps).tolist()
     elif name == "log_uniform":
+        if low <= 0:
+            raise ValueError("log_uniform needs levels above 0, these begin at 0")
         inner = (low * (high / low) ** steps).tolist()
     elif name == "uniform":
         inner = (low + (high - low) * steps).tolist()
@@ -165,6 +337,20 @@ def make_partition(
     return Partition((high, *inner[1:-1], low))
 
 
+def equal_shares(edges: Sequence[float], amounts: Sequence[float], num_blocks: int) -> list[float]:
+    """Returns num_blocks + 1 decreasing levels between which equal amounts lie.
+
+    Args:
+        edges: K + 1 ascending levels, of K cells.
+        amounts: K, not negative: what lies in each cell, spread evenly over its logarithm.
+    """
+    total = np.concatenate([[0.0], np.cumsum(amounts)])
+    wanted = np.linspace(total[-1], 0.0, num_blocks + 1)
+    levels = np.exp(np.interp(wanted, total, np.log(edges)))
+    levels[[0, -1]] = edges[-1], edges[0]
+    return levels.tolist()
+
+
 def widen_log(low: float, high: float, overlap: float, minimum: float, maximum: float) -> tuple[float, float]:
     """Widens a block's training interval at both ends in log sigma, then clamps it.
 
@@ -175,6 +361,27 @@ def widen_log(low: float, high: float, overlap: float, minimum: float, maximum: 
     """
     alpha = (high / low) ** overlap
     return max(low / alpha, minimum), min(high * alpha, maximum)
+
+
+def widen_linear(low: float, high: float, overlap: float, minimum: float, maximum: float) -> tuple[float, float]:
+    """Widens a block's interval by the share `overlap` of its width at both ends, within [minimum, maximum]."""
+    margin = overlap * (high - low)
+    return max(low - margin, minimum), min(high + margin, maximum)
+
+
+def widen_on_scale(
+    low: float, high: float, overlap: float, minimum: float, maximum: float, levels: np.ndarray, scale: np.ndarray
+) -> tuple[float, float]:
+    """Widens a block's interval by the share `overlap` of its width on another scale, such as log-SNR, at both ends.
+
+    Args:
+        levels, scale: (n,) both rising: the scale's value at each level. Outside them the scale does not go on: at a noise share
+            of 0 or 1, log-SNR is infinite.
+    """
+    below, above = np.interp([low, high], levels, scale)
+    margin = overlap * (above - below)
+    wide_low, wide_high = np.interp([below - margin, above + margin], scale, levels)
+    return max(min(wide_low, low), minimum), min(max(wide_high, high), maximum)
 
 
 def split_layers(depth: int, num_blocks: int, layers: Sequence[int] | None = None) -> list[int]:

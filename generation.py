@@ -59,7 +59,7 @@ def check(config: Config) -> None:
 def image_settings(config: Config) -> dict[str, Any]:
     """Returns data.load_images's arguments."""
     settings = dataclasses.asdict(config.data)
-    for key in ("channels", "num_classes"):
+    for key in ("channels", "num_classes", "crop", "randaugment"):
         del settings[key]
     return {**settings, "sigma_data": config.objective.sigma_data}
 

@@ -29,9 +29,9 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import image_sets
-from checkpoint import checksum, differences, write_atomically
 from config import LatentsConfig, SettingError, require
 from data import BatchSource, ImageData, step_flips
+from files import checksum, differences, write_atomically
 from image_sets import Split
 from parallel import World
 from randomness import generator

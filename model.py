@@ -3,8 +3,8 @@
 EDM: Karras et al., arXiv 2206.00364. DiffusionBlocks: arXiv 2506.14202, sections 3.2 to 3.4.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -35,11 +35,41 @@ class Draw(NamedTuple):
     rows: slice
 
 
-class Objective(Protocol):
-    """What one kind of model noises, predicts and scores; what the training loop asks."""
+def draw_noise(x: Tensor, draw: Draw, seed: int) -> tuple[Tensor, Tensor]:
+    """Returns what a step's levels and noise are made of, for its whole batch, on x's device.
 
-    distribution: LevelDistribution
-    partition: Partition
+    Args:
+        x: (n, ...) the draw's rows.
+
+    Returns:
+        uniform: (batch_size,) float64 in [0, 1); noise: (batch_size, ...) standard normal.
+    """
+    key = (draw.block, draw.step)
+    uniform = torch.rand(
+        draw.batch_size, dtype=torch.float64, device=x.device, generator=generator(seed, "sigma", *key, device=x.device)
+    )
+    noise = torch.randn(
+        (draw.batch_size, *x.shape[1:]), device=x.device, generator=generator(seed, "noise", *key, device=x.device)
+    )
+    return uniform, noise
+
+
+@contextmanager
+def dropout_stream(seed: int, draw: Draw) -> Iterator[None]:
+    """The context in which networks with dropout run: it drops by a stream of the step, and a resumed run drops the same.
+
+    The one draw that depends on the rows: another number of micro-batches drops other units.
+    """
+    with torch.random.fork_rng():
+        torch.manual_seed(stream_seed(seed, "dropout", draw.block, draw.step, draw.rows.start or 0))
+        yield
+
+
+class Objective(Protocol):
+    """What one kind of model noises, predicts and scores; what the training loop asks.
+
+    One that knows levels has their `distribution` and `partition` too.
+    """
 
     def training_loss(self, modules: Mapping[str, nn.Module], batch: Batch, draw: Draw, autocast: Autocast) -> Tensor:
         """Returns the loss per sample, (n,) float32, of the block that is drawn: that one is trained, whatever the levels.
@@ -88,13 +118,7 @@ class EDMObjective:
         Returns:
             z: (n, ...) noisy samples; sigma: (n,) float64.
         """
-        key = (draw.block, draw.step)
-        uniform = torch.rand(
-            draw.batch_size, dtype=torch.float64, device=x.device, generator=generator(self.seed, "sigma", *key, device=x.device)
-        )
-        noise = torch.randn(
-            (draw.batch_size, *x.shape[1:]), device=x.device, generator=generator(self.seed, "noise", *key, device=x.device)
-        )
+        uniform, noise = draw_noise(x, draw, self.seed)
         sigma = sample_interval(self.distribution, *self.interval(draw.block), uniform[draw.rows])
         return x + expand(sigma.float(), x) * noise[draw.rows], sigma
 
@@ -147,6 +171,71 @@ class EDMObjective:
 def expand(values: Tensor, like: Tensor) -> Tensor:
     """(N,) -> (N, 1, ..., 1) with as many dimensions as `like`."""
     return values.reshape(-1, *[1] * (like.ndim - 1))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Discrete targets: labels and tokens, as rows of a table of embeddings
+
+
+def fixed_table(rows: int, width: int, seed: int, normalize: bool) -> Tensor:
+    """Returns target embeddings that depend on the seed alone, (rows, width) float32: blocks that train apart agree on them.
+
+    Normal entries of variance 1/width, so that a row's norm is about 1; exactly 1 where they are normalised.
+    """
+    table = torch.randn(rows, width, generator=generator(seed, "table")) / width**0.5
+    return nn.functional.normalize(table, dim=1) if normalize else table
+
+
+class LearnedTable(nn.Module):
+    """Target embeddings that all blocks train together; starts as the fixed table of the seed."""
+
+    def __init__(self, rows: int, width: int, seed: int, normalize: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(fixed_table(rows, width, seed, normalize=False))
+        self.normalize = normalize
+
+    def forward(self) -> Tensor:
+        return nn.functional.normalize(self.weight, dim=1) if self.normalize else self.weight  # (rows, width)
+
+
+BRIDGES = ("soft", "hard", "top_k")
+
+
+def bridge(logits: Tensor, table: Tensor, name: str, top_k: int) -> Tensor:
+    """Returns the denoised embedding that a prediction stands for: what the next step starts from.
+
+    Args:
+        logits: (..., rows).
+        table: (rows, width).
+        name: `soft`: the expected embedding; `hard`: that of the likeliest row; `top_k`: the expected embedding among the
+            top_k likeliest. With a prediction that is certain all three are the row itself, the target of training.
+
+    Returns:
+        (..., width).
+    """
+    if name == "hard":
+        return table[logits.argmax(-1)]
+    if name == "top_k" and top_k < logits.shape[-1]:
+        least = logits.topk(top_k, dim=-1).values[..., -1:]
+        logits = logits.masked_fill(logits < least, -torch.inf)
+    return logits.softmax(-1) @ table
+
+
+CROSS_ENTROPY_WEIGHTS = ("none", "per_sample", "batch_mean")
+
+
+def cross_entropy_weight(name: str, sigma: Tensor, sigma_data: float) -> Tensor:
+    """Returns the weight of each sample's cross-entropy, shaped like sigma, float32.
+
+    Args:
+        name: `per_sample`: EDM's weight of the sample's own level; `batch_mean`: the batch's mean weight for every sample, as
+            the released code computes by multiplying (N,) by (N, 1); `none`: 1.
+        sigma: (N,) of the whole batch.
+    """
+    if name == "none":
+        return torch.ones_like(sigma, dtype=torch.float32)
+    weight = WEIGHTINGS["edm"](sigma, sigma_data).float()
+    return weight if name == "per_sample" else weight.mean().expand_as(weight)
 
 
 @dataclass

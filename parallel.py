@@ -10,7 +10,7 @@ import contextlib
 import datetime
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from config import Config, require, trained_blocks
-from model import part_name, trained_parts
 
 STEP_LIMIT = datetime.timedelta(minutes=10)  # for an answer within a step; a process that died is noticed at once
 WAIT_LIMIT = datetime.timedelta(days=30)  # for the others to finish their share
@@ -134,8 +133,11 @@ def joined(device: torch.device) -> Iterator[World]:
     dist.destroy_process_group()
 
 
-def check(config: Config, world: World) -> None:
+def check(config: Config, world: World, shared: bool = False) -> None:
     """Refuses a way of training that does not fit the number of processes.
+
+    Args:
+        shared: whether blocks have parts in common.
 
     Raises:
         SettingError: names the setting.
@@ -157,7 +159,7 @@ def check(config: Config, world: World) -> None:
         require(blocks > 1, "train.parallel=blocks needs more than one block: set train.parallel=data")
         require(train.blocks == "all", f"train.parallel=blocks trains all blocks: leave train.blocks={train.blocks} out")
         require(
-            all(trained_parts(config, block) == [part_name(block)] for block in range(blocks)),
+            not shared,
             "train.parallel=blocks needs blocks that share nothing: set train.parallel=data",
         )
         require(
@@ -195,11 +197,16 @@ def wrapped(module: nn.Module, world: World, sharded: bool) -> nn.Module:
     return shared
 
 
-def travelling(module: nn.Module, last: bool) -> contextlib.AbstractContextManager:
-    """Returns the context of a micro-batch: gradients travel after the last one of a step alone."""
-    if isinstance(module, FSDPModule):
-        module.set_requires_gradient_sync(last)
-    return module.no_sync() if isinstance(module, DistributedDataParallel) and not last else contextlib.nullcontext()
+@contextlib.contextmanager
+def travelling(modules: Iterable[nn.Module], last: bool) -> Iterator[None]:
+    """The context of a micro-batch: gradients travel after the last one of a step alone."""
+    with contextlib.ExitStack() as stack:
+        for module in modules:
+            if isinstance(module, FSDPModule):
+                module.set_requires_gradient_sync(last)
+            elif isinstance(module, DistributedDataParallel) and not last:
+                stack.enter_context(module.no_sync())
+        yield
 
 
 def whole(value: Any) -> Any:

@@ -15,7 +15,6 @@ from torch import nn
 
 import checkpoint
 import config as configuration
-import generation
 import hardware as machine
 import latents
 import parallel
@@ -24,11 +23,8 @@ import train as training
 from config import Config, SettingError, require
 from data import ImageData
 from hardware import Hardware
-from model import build_objective, part_name
+from kinds import KINDS, build_objective, trained_parts
 from parallel import World
-
-# By model.name: the module that knows what this kind of model is for.
-KINDS = {"dit": generation}
 
 
 def run(config: Config, asked: dict[str, Any] | None = None, wait: bool = False) -> Path:
@@ -45,7 +41,8 @@ def run(config: Config, asked: dict[str, Any] | None = None, wait: bool = False)
     hardware = machine.set_up(parallel.local_device(config.device), config.train.precision, config.threads)
     with parallel.joined(hardware.device) as world, contextlib.ExitStack() as held:
         if world.first:
-            parallel.check(config, world)
+            parts = [trained_parts(config, block) for block in range(configuration.trained_blocks(config))]
+            parallel.check(config, world, shared=any(len(names) > 1 for names in parts))
             if config.mode != "merge":
                 check(config, folder)
         else:
@@ -150,7 +147,7 @@ def train_apart(config: Config, data: ImageData, folder: Path, hardware: Hardwar
     steps = training.steps_per_block(config, build_objective(config))
     run_file = checkpoint.read_run(folder)
     world.wait()  # all have read the file that the first one may replace below
-    if run_file is not None and [run_file["parts"][part_name(block)]["step"] for block in blocks] == steps:
+    if run_file is not None and [run_file["parts"][trained_parts(config, block)[0]]["step"] for block in blocks] == steps:
         return
     groups = min(world.size, len(blocks))
     group, sharing = world.split(groups)
@@ -178,7 +175,8 @@ def merge(config: Config, folder: Path, again: bool = False) -> None:
     """
     folders = [Path(path) for path in config.merge.runs] or configuration.job_folders(config)
     identity = configuration.trained_identity(config)
-    steps = {part_name(block): count for block, count in enumerate(training.steps_per_block(config, build_objective(config)))}
+    counts = enumerate(training.steps_per_block(config, build_objective(config)))
+    steps = {trained_parts(config, block)[0]: count for block, count in counts}
     owners = checkpoint.check_merge(folders, folder, identity, steps, config.merge.force, config.merge.replace, again)
     with contextlib.nullcontext() if again else checkpoint.locked(folder):
         (folder / "plots").mkdir(exist_ok=True)
@@ -202,7 +200,8 @@ def use(config: Config, data: ImageData | None, folder: Path, hardware: Hardware
     """
     kind = KINDS[config.model.name]
     run_file = checkpoint.read_run(folder)
-    missing = sorted(set(map(part_name, range(configuration.trained_blocks(config)))) - run_file["parts"].keys())
+    blocks = range(configuration.trained_blocks(config))
+    missing = sorted({name for block in blocks for name in trained_parts(config, block)} - run_file["parts"].keys())
     if missing and config.mode == "run":
         print(f"trained {', '.join(run_file['parts'])}; mode=merge joins it with {', '.join(missing)}")
         return

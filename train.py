@@ -25,10 +25,12 @@ import config as configuration
 import parallel
 import plots
 from checkpoint import Part
-from config import Config, TrainConfig
+from config import Config, SettingError, TrainConfig, require
+from convert import starting_weights
 from data import Source
 from hardware import Hardware
-from model import Draw, Objective, build_module, part_name, trained_parts
+from kinds import build_module, trained_parts
+from model import Draw, Objective, part_name
 from parallel import ALONE, World
 from randomness import stream_seed
 
@@ -88,16 +90,17 @@ def update_order(seed: int, order: str, probabilities: list[float], total: int) 
     return blocks[np.argsort(np.concatenate(times), kind="stable")]
 
 
-def block_shares(settings: TrainConfig, objective: Objective) -> list[float]:
+def block_shares(config: Config, objective: Objective) -> list[float]:
     """Returns each block's share of the steps: equal, or in proportion to its mass under the training distribution."""
-    if settings.block_probability == "mass":
+    if config.train.block_probability == "mass":
         return objective.partition.masses(objective.distribution)
-    return [1 / objective.partition.num_blocks] * objective.partition.num_blocks
+    blocks = configuration.trained_blocks(config)
+    return [1 / blocks] * blocks
 
 
 def steps_per_block(config: Config, objective: Objective) -> list[int]:
     """Returns how many steps each block makes in the whole run."""
-    shares = block_shares(config.train, objective)
+    shares = block_shares(config, objective)
     return update_counts(config.seed, config.train.block_order, shares, configuration.total_steps(config))
 
 
@@ -139,6 +142,31 @@ def build_part(config: Config, name: str, device: torch.device, world: World = A
     return Part(module, {name: value.detach().clone() for name, value in module.named_parameters()}, optimizer)
 
 
+def begin_from(config: Config, parts: Mapping[str, Part]) -> None:
+    """Loads the weights that `train.init_from` begins with into parts and their EMA.
+
+    Raises:
+        SettingError: no checkpoint there, one of several blocks, or one of other shapes.
+    """
+    folder = Path(config.train.init_from)
+    run = checkpoint.read_run(folder)
+    require(run is not None, f"train.init_from={folder} holds no checkpoint")
+    blocks = run["identity"]["method"]["name"] == "diffusion_blocks"
+    require(not blocks, f"train.init_from={folder} holds blocks; one network over all levels is needed")
+    weights = checkpoint.load_weights(folder, run, part_name(0), "ema")
+    starts = starting_weights(weights, config.train.init_layers, configuration.layer_split(config))
+    for block, start in enumerate(starts):
+        if part_name(block) in parts:
+            part = parts[part_name(block)]
+            try:
+                part.module.load_state_dict(start)
+            except RuntimeError as error:
+                reason = str(error).splitlines()[-1].strip()
+                raise SettingError(f"train.init_from={folder} does not fit this model: {reason}") from None
+            for name, value in part.module.named_parameters():
+                part.ema[name].copy_(value.detach())
+
+
 def train_step(
     settings: TrainConfig,
     objective: Objective,
@@ -169,16 +197,15 @@ def train_step(
     for start in range(rows.start, rows.stop, micro):
         draw = Draw(block, step, size, slice(start, min(start + micro, rows.stop)))
         batch = source.batch(draw.block, draw.step, draw.batch_size, draw.rows)
-        with parallel.travelling(modules[part_name(block)], last=draw.rows.stop == rows.stop):
+        with parallel.travelling(modules.values(), last=draw.rows.stop == rows.stop):
             loss = objective.training_loss(modules, batch, draw, hardware.autocast()).sum() / size
             (loss * world.size).backward()  # gradients are averaged over the processes
         total += loss.detach()
     for part in trained:
         limit = math.inf if settings.clip_norm is None else settings.clip_norm
         norm = nn.utils.clip_grad_norm_(part.module.parameters(), limit)
-        total += 0 * parallel.whole(
-            norm
-        )  # a bad gradient stops the run as a bad loss does, and as late: without waiting for the device
+        # A bad gradient stops the run as a bad loss does, and as late: without waiting for the device.
+        total += 0 * parallel.whole(norm)
         for group in part.optimizer.param_groups:
             group["lr"] = learning_rate(settings, step, steps)
         part.optimizer.step()
@@ -293,7 +320,7 @@ def ema_modules(config: Config, parts: Mapping[str, Part], device: torch.device)
     modules = {}
     for name, part in parts.items():
         modules[name] = build_module(config, name).to(device).eval()
-        modules[name].load_state_dict(parallel.whole(part.ema))
+        modules[name].load_state_dict(parallel.whole({**part.module.state_dict(), **part.ema}))  # buffers are not averaged
     return modules
 
 
@@ -326,7 +353,7 @@ def train(
     """
     settings = config.train
     steps = steps_per_block(config, objective)
-    order = update_order(config.seed, settings.block_order, block_shares(settings, objective), sum(steps))
+    order = update_order(config.seed, settings.block_order, block_shares(config, objective), sum(steps))
     owned = configuration.owned_blocks(config)
     trained = {block: trained_parts(config, block) for block in owned}
     configuration.require(
@@ -336,26 +363,28 @@ def train(
     )
 
     run = checkpoint.read_run(folder)
-    if run is not None and all(run["parts"][part_name(block)]["step"] == steps[block] for block in owned):
+    if run is not None and all(run["parts"][trained[block][0]]["step"] == steps[block] for block in owned):
         return  # finished
     names = sorted({name for block in owned for name in trained[block]})
     parts = {name: build_part(config, name, hardware.device, world) for name in names}
+    if run is None and settings.init_from is not None:
+        begin_from(config, parts)
     if run is not None:
         for name, part in parts.items():
             checkpoint.restore(folder, run, name, part)
         for block in owned:
-            made = parts[part_name(block)].step
+            made = parts[trained[block][0]].step
             configuration.require(
                 made <= steps[block],
                 f"train.steps={settings.steps}: the checkpoint in {folder} has made {made} steps of block {block} already",
             )
     modules = {name: torch.compile(part.module) if settings.compile else part.module for name, part in parts.items()}
     modules = {name: parallel.wrapped(module, world, settings.shard) for name, module in modules.items()}
-    made = {block: parts[part_name(block)].step for block in owned}
+    made = {block: parts[trained[block][0]].step for block in owned}
     metrics = Metrics(folder / "metrics.jsonl", made, on_row, keep=world.first)
 
     def write_metrics(block: int) -> float | None:
-        part = parts[part_name(block)]
+        part = parts[trained[block][0]]
         rate = learning_rate(settings, max(part.step - 1, 0), steps[block])
         return metrics.write(block, part.step, rate=rate, seconds=round(part.seconds, 3))
 
@@ -370,9 +399,9 @@ def train(
     todo = []
     for block in order.tolist():
         seen[block] += 1
-        if block in owned and seen[block] > parts[part_name(block)].step:
+        if block in owned and seen[block] > parts[trained[block][0]].step:
             todo.append(block)
-    done = sum(parts[part_name(block)].step for block in owned)
+    done = sum(parts[trained[block][0]].step for block in owned)
     losses: dict[int, float] = {}
     bar = tqdm(
         total=done + len(todo), initial=done, unit="step", desc="training", disable=not (config.log.progress and world.first)
@@ -382,7 +411,7 @@ def train(
             own = [parts[name] for name in trained[block]]
             loss = train_step(settings, objective, source, modules, own, block, steps[block], hardware, world)
             if index + 1 < len(todo):
-                source.prefetch(todo[index + 1], parts[part_name(todo[index + 1])].step, settings.batch_size)
+                source.prefetch(todo[index + 1], parts[trained[todo[index + 1]][0]].step, settings.batch_size)
             metrics.add(block, loss)
             done += 1
             bar.update()

@@ -3,7 +3,7 @@
 A backbone F(x, c_noise, condition) is layers only: it knows no noise level's meaning and no block. A block of a model is a whole
 backbone of fewer layers, with its own embeddings and head.
 
-DiT: Peebles and Xie, arXiv 2212.09748.
+DiT: Peebles and Xie, arXiv 2212.09748. ViT: Dosovitskiy et al., arXiv 2010.11929.
 """
 
 import math
@@ -72,21 +72,64 @@ class Attention(nn.Module):
         return self.proj(attention(q, k, v).transpose(1, 2).flatten(2))  # (N, T, D)
 
 
-class DiTLayer(nn.Module):
-    """A transformer layer with adaLN-Zero: shift, scale and gate for attention and MLP come from the condition."""
+class AdaLN(nn.Sequential):
+    """What a condition says to a layer: SiLU, then linear (DiT), or the other way round (the released ViT of DiffusionBlocks)."""
 
-    def __init__(self, width: int, heads: int, mlp_ratio: float = 4.0) -> None:
+    def __init__(self, condition_width: int, out_features: int, order: str = "dit") -> None:
+        activation, linear = nn.SiLU(), nn.Linear(condition_width, out_features)
+        super().__init__(*((activation, linear) if order == "dit" else (linear, activation)))
+
+    @property
+    def linear(self) -> nn.Linear:
+        return next(module for module in self if isinstance(module, nn.Linear))
+
+
+class DiTLayer(nn.Module):
+    """A transformer layer with adaLN-Zero: shift, scale and gate for attention and MLP come from the condition.
+
+    Args:
+        condition_width: of the condition c; None: the layer's own.
+        order: of the condition's linear map and activation, see AdaLN.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        mlp_ratio: float = 4.0,
+        *,
+        condition_width: int | None = None,
+        order: str = "dit",
+        dropout: float = 0.0,
+    ) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(width, eps=1e-6, elementwise_affine=False)
         self.attention = Attention(width, heads)
         self.norm2 = nn.LayerNorm(width, eps=1e-6, elementwise_affine=False)
-        self.mlp = Mlp(width, int(width * mlp_ratio), act_layer=lambda: nn.GELU(approximate="tanh"))
-        self.adaLN = nn.Sequential(nn.SiLU(), nn.Linear(width, 6 * width))
+        self.mlp = Mlp(width, int(width * mlp_ratio), act_layer=lambda: nn.GELU(approximate="tanh"), drop=dropout)
+        self.adaLN = AdaLN(condition_width or width, 6 * width, order)
+        self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, c: Tensor) -> Tensor:
         shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = self.adaLN(c).chunk(6, dim=-1)  # 6 x (N, 1, D)
-        x = x + gate_a * self.attention(modulate(self.norm1(x), shift_a, scale_a))  # (N, T, D)
+        x = x + gate_a * self.dropout(self.attention(modulate(self.norm1(x), shift_a, scale_a)))  # (N, T, D)
         return x + gate_m * self.mlp(modulate(self.norm2(x), shift_m, scale_m))  # (N, T, D)
+
+
+class ViTLayer(nn.Module):
+    """A transformer layer without a condition, its norms in front (ViT)."""
+
+    def __init__(self, width: int, heads: int, mlp_ratio: float = 4.0, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(width, eps=1e-6)
+        self.attention = Attention(width, heads)
+        self.norm2 = nn.LayerNorm(width, eps=1e-6)
+        self.mlp = Mlp(width, int(width * mlp_ratio), act_layer=lambda: nn.GELU(approximate="tanh"), drop=dropout)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.dropout(self.attention(self.norm1(x)))  # (N, T, D)
+        return x + self.mlp(self.norm2(x))  # (N, T, D)
 
 
 class LevelEmbedding(nn.Module):
@@ -105,17 +148,37 @@ class LevelEmbedding(nn.Module):
 
 
 class FinalLayer(nn.Module):
-    """Adaptive layer norm and a linear head, zero at the start."""
+    """Adaptive layer norm and a linear head, zero at the start. Arguments as for DiTLayer."""
 
-    def __init__(self, width: int, out_features: int) -> None:
+    def __init__(self, width: int, out_features: int, *, condition_width: int | None = None, order: str = "dit") -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width, eps=1e-6, elementwise_affine=False)
-        self.adaLN = nn.Sequential(nn.SiLU(), nn.Linear(width, 2 * width))
+        self.adaLN = AdaLN(condition_width or width, 2 * width, order)
         self.linear = nn.Linear(width, out_features)
 
     def forward(self, x: Tensor, c: Tensor) -> Tensor:
         shift, scale = self.adaLN(c).chunk(2, dim=-1)  # 2 x (N, 1, D)
         return self.linear(modulate(self.norm(x), shift, scale))  # (N, T, out)
+
+
+def initialize(model: nn.Module) -> None:
+    """Initialises linear maps, patches, level embeddings and what a condition moves as DiT does.
+
+    A layer with adaLN-Zero is the identity, and a FinalLayer gives zero.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            nn.init.xavier_uniform_(module.weight)
+            nn.init.zeros_(module.bias)
+    for module in model.modules():
+        if isinstance(module, PatchEmbed):
+            nn.init.xavier_uniform_(module.proj.weight.flatten(1))
+            nn.init.zeros_(module.proj.bias)
+        elif isinstance(module, LevelEmbedding):
+            for linear in (module.mlp[0], module.mlp[2]):
+                nn.init.normal_(linear.weight, std=0.02)
+        elif isinstance(module, AdaLN | FinalLayer):
+            nn.init.zeros_(module.linear.weight)
 
 
 class DiT(nn.Module):
@@ -141,18 +204,9 @@ class DiT(nn.Module):
 
     def initialize(self) -> None:
         """Initialises as DiT does: every layer is the identity and the output is zero."""
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.xavier_uniform_(module.weight)
-                nn.init.zeros_(module.bias)
-        nn.init.xavier_uniform_(self.patches.proj.weight.flatten(1))
-        nn.init.zeros_(self.patches.proj.bias)
-        for linear in (self.level.mlp[0], self.level.mlp[2]):
-            nn.init.normal_(linear.weight, std=0.02)
+        initialize(self)
         if self.label is not None:
             nn.init.normal_(self.label.weight, std=0.02)
-        for linear in (*(layer.adaLN[1] for layer in self.layers), self.head.adaLN[1], self.head.linear):
-            nn.init.zeros_(linear.weight)
 
     def forward(self, x: Tensor, c_noise: Tensor, condition: Tensor | None = None) -> Tensor:
         """Returns F(x; c_noise, condition).
@@ -176,3 +230,114 @@ class DiT(nn.Module):
         grid, p = math.isqrt(x.shape[1]), self.patch_size
         x = x.unflatten(1, (grid, grid)).unflatten(-1, (p, p, -1))  # (N, rows, columns, p, p, C)
         return x.permute(0, 5, 1, 3, 2, 4).flatten(4, 5).flatten(2, 3)  # (N, C, H, W)
+
+
+class Tokens(nn.Module):
+    """Patches at learned positions, with one learned token or a given one before them.
+
+    Args:
+        own_token: whether the first token is learned (ViT's class token); without it, the caller gives one.
+    """
+
+    def __init__(self, *, channels: int, size: int, patch_size: int, width: int, own_token: bool = True) -> None:
+        super().__init__()
+        self.patches = PatchEmbed(size, patch_size, channels, width)
+        self.positions = nn.Parameter(0.02 * torch.randn((size // patch_size) ** 2, width))
+        self.token = nn.Parameter(0.02 * torch.randn(width)) if own_token else None
+
+    def forward(self, images: Tensor, token: Tensor | None = None) -> Tensor:
+        first = token if self.token is None else self.token.expand(len(images), -1)  # (N, D)
+        return torch.cat([first[:, None], self.patches(images) + self.positions], dim=1)  # (N, 1 + T, D)
+
+
+class ViT(nn.Module):
+    """Some layers of a plain ViT: it may begin with the patches, and may end with a linear head on its first token.
+
+    A whole ViT has all layers and both ends. A group of layers that learns by itself takes the tokens of the group before it.
+
+    Args:
+        tokens: what the first group begins with; None for a later one.
+        num_classes: of the head; 0 for a group without one.
+    """
+
+    def __init__(
+        self, *, tokens: Tokens | None, depth: int, width: int, heads: int, mlp_ratio: float, dropout: float, num_classes: int
+    ) -> None:
+        super().__init__()
+        self.tokens = tokens
+        self.layers = nn.ModuleList(ViTLayer(width, heads, mlp_ratio, dropout) for _ in range(depth))
+        self.head = nn.Sequential(nn.LayerNorm(width, eps=1e-6), nn.Linear(width, num_classes)) if num_classes else None
+        initialize(self)
+        if self.head is not None:
+            nn.init.zeros_(self.head[1].weight)
+
+    def forward(self, x: Tensor, token: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Returns the tokens after the last layer, (N, 1 + T, D), and the logits, (N, classes), of a group with a head.
+
+        Args:
+            x: images (N, C, H, W) for the first group, tokens (N, 1 + T, D) for a later one.
+            token: the first token, (N, D), where the group begins with one that is given.
+        """
+        if self.tokens is not None:
+            x = self.tokens(x, token)  # (N, 1 + T, D)
+        for layer in self.layers:
+            x = layer(x)  # (N, 1 + T, D)
+        return x, None if self.head is None else self.head(x[:, 0])  # (N, 1 + T, D), (N, classes)
+
+
+class LabelEnds(nn.Module):
+    """What is around the layers of a ViT that denoises the embedding of its label: tokens and level in, logits out.
+
+    Args:
+        label_token: `beside` the class token, which is read out (DiffusionBlocks, appendix B), or `instead` of it (released).
+        order: of the conditions' linear map and activation, see AdaLN; `released` comes with a condition of a sixth of the width.
+    """
+
+    def __init__(
+        self, *, channels: int, size: int, patch_size: int, width: int, num_classes: int, label_token: str, order: str
+    ) -> None:
+        super().__init__()
+        beside = label_token == "beside"
+        condition_width = width if order == "dit" else width // 6
+        self.tokens = Tokens(channels=channels, size=size, patch_size=patch_size, width=width, own_token=beside)
+        self.label = nn.Linear(width, width) if beside else None
+        self.level = LevelEmbedding(condition_width)
+        self.head = FinalLayer(width, num_classes, condition_width=condition_width, order=order)
+        initialize(self)
+
+    def start(self, z_in: Tensor, images: Tensor) -> Tensor:
+        """Returns the layers' input: class token, patches and noisy label, or noisy label and patches."""
+        if self.label is None:
+            return self.tokens(images, z_in)  # (N, 1 + T, D)
+        return torch.cat([self.tokens(images), self.label(z_in)[:, None]], dim=1)  # (N, 2 + T, D)
+
+
+class LabelViT(nn.Module):
+    """ViT that denoises the embedding of its label, given the image: F(z_in, c_noise, images) -> logits.
+
+    Its ends may be shared with other blocks: then they belong to another part, and the layers alone are this block's.
+    """
+
+    def __init__(self, ends: LabelEnds, layers: nn.ModuleList) -> None:
+        super().__init__()
+        self.ends, self.layers = ends, layers
+
+    def forward(self, z_in: Tensor, c_noise: Tensor, images: Tensor, skip: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """Returns logits (N, classes).
+
+        Args:
+            z_in: noisy embeddings (N, D), scaled.
+            c_noise: (N,).
+            images: (N, C, H, W).
+            skip: where the label stands in the class token's place, c_skip z (N, D) and c_out (N, 1): the released code
+                denoises the token by EDM's formula before it reads it out.
+        """
+        x = self.ends.start(z_in, images)  # (N, T, D)
+        c = self.ends.level(c_noise)[:, None]  # (N, 1, C)
+        for layer in self.layers:
+            x = layer(x, c)  # (N, T, D)
+        token = x[:, :1]  # (N, 1, D)
+        if self.ends.label is None:
+            c_skip_z, c_out = skip
+            token = c_skip_z[:, None] + c_out[:, None] * token  # (N, 1, D)
+        return self.ends.head(token, c)[:, 0]  # (N, classes)

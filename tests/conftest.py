@@ -14,7 +14,18 @@ from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorIncepti
 
 import config as configuration
 import generation
-from config import Config, DataConfig, MethodConfig, ModelConfig, ObjectiveConfig, PartitionConfig, TrainConfig
+from config import (
+    CNNConfig,
+    Config,
+    DataConfig,
+    LabelConfig,
+    MethodConfig,
+    ModelConfig,
+    ObjectiveConfig,
+    PartitionConfig,
+    TrainConfig,
+    ViTConfig,
+)
 from data import ImageData
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -81,10 +92,29 @@ def make_config(cache: Path | str = "unused", **groups: dict) -> Config:
         partition=PartitionConfig("equi_probability", num_blocks=3, overlap=0.05),
         train=TrainConfig(steps=4, batch_size=8, precision="fp32", log_every=2, checkpoint_every=1000, sample_every=0),
     )
+    return resolved(config, groups)
+
+
+def resolved(config: Config, groups: dict) -> Config:
+    """Returns a configuration with groups' fields updated, resolved."""
     for name, values in groups.items():
         group = getattr(config, name)
         setattr(config, name, dataclasses.replace(group, **values) if dataclasses.is_dataclass(group) else values)
     return configuration.resolve(config)
+
+
+def make_classifier(method: str = "diffusion_blocks", network: str = "vit", **groups: dict) -> Config:
+    """Returns a resolved configuration of a tiny 3-layer ViT, or of NoProp's network, on digits; groups update its fields."""
+    config = Config(
+        data=DataConfig("digits", size=8, channels=1, num_classes=10, crop=1),
+        model=ViTConfig("vit", "digits", patch_size=4, depth=3, width=16, heads=2) if network == "vit" else CNNConfig(hidden=16),
+        objective=LabelConfig(networks=3),
+        method=MethodConfig(method),
+        partition=PartitionConfig("equi_probability", num_blocks=3, overlap=0.05),
+        train=TrainConfig(steps=4, batch_size=8, precision="fp32", log_every=2, checkpoint_every=3),
+    )
+    config.log.progress, config.eval.loss_levels, config.eval.loss_images = False, 8, 40
+    return resolved(config, {"threads": 1, "device": "cpu", **groups})
 
 
 def command_line(*overrides: str, cwd: Path, expect: int | None = 0, timeout: float = 240) -> subprocess.CompletedProcess:

@@ -250,3 +250,96 @@ def test_weightings_meet_where_they_should():
     assert (dblock.WEIGHTINGS["edm"](sigma, 0.5) / 4).tolist() == pytest.approx((snr + 1).tolist())
     assert dblock.WEIGHTINGS["flat"](sigma, 0.5).tolist() == [4.0] * 4
     assert dblock.WEIGHTINGS["min_snr"](sigma, 0.5).tolist() == pytest.approx([20.0, 20.0, 4.0, 4 * snr[-1].item()])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Levels of flow matching and of discrete schedulers
+
+FLOW = {
+    "uniform": (dblock.UniformLevels(), stats.uniform()),
+    "logit_normal": (dblock.LogitNormalLevels(-0.4, 1.3), None),
+    "beta": (dblock.BetaLevels(0.6, 2.0), stats.beta(0.6, 2.0)),
+    "mode": (dblock.ModeLevels(1.29), None),
+    "shifted": (dblock.ShiftedLevels(dblock.LogitNormalLevels(0.2, 0.9), 3.0), None),
+}
+Q = torch.linspace(0, 1, 41, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("name", FLOW)
+def test_cdf_and_its_inverse_undo_each_other(name):
+    levels, reference = FLOW[name]
+    x = levels.inverse_cdf(Q)
+    assert (x.diff() > 0).all()
+    np.testing.assert_allclose([x[0], x[-1]], [0, 1], atol=1e-12)
+    np.testing.assert_allclose(levels.cdf(x), Q, atol=1e-12)
+    if reference is not None:
+        np.testing.assert_allclose(levels.cdf(Q), reference.cdf(Q.numpy()), atol=1e-12)
+
+
+def test_logit_normal_levels_are_normal_in_logit():
+    levels = dblock.LogitNormalLevels(-0.4, 1.3)
+    x = np.array([0.03, 0.4, 0.9])
+    np.testing.assert_allclose(levels.cdf(torch.tensor(x)), stats.norm(-0.4, 1.3).cdf(np.log(x / (1 - x))), rtol=1e-12)
+
+
+def test_mode_levels_follow_their_formula():
+    u = np.linspace(0, 1, 9)
+    expected = 1 - u - 1.29 * (np.cos(np.pi * u / 2) ** 2 - 1 + u)
+    np.testing.assert_allclose(dblock.ModeLevels(1.29).inverse_cdf(torch.tensor(1 - u)), expected, atol=1e-12)
+    np.testing.assert_allclose(dblock.ModeLevels(0.0).cdf(Q), Q, atol=1e-12)
+
+
+def test_a_shift_adds_its_logarithm_to_the_logit():
+    """logit(shift x / (1 + (shift - 1) x)) = logit(x) + ln shift, so a shifted logit-normal is a logit-normal."""
+    shifted = dblock.ShiftedLevels(dblock.LogitNormalLevels(0.2, 0.9), 3.0)
+    same = dblock.LogitNormalLevels(0.2 + math.log(3), 0.9)
+    np.testing.assert_allclose(shifted.inverse_cdf(Q), same.inverse_cdf(Q), atol=1e-12)
+    edges = make_partition("equi_probability", 4, dblock.ShiftedLevels(dblock.UniformLevels(), 3.0)).edges
+    np.testing.assert_allclose(edges, [1, 0.9, 0.75, 0.5, 0])
+
+
+def test_discrete_levels_are_shared_out_evenly():
+    levels = dblock.DiscreteLevels(tuple(step / 10 for step in range(10)))
+    edges = make_partition("equi_probability", 5, levels).edges
+    np.testing.assert_allclose(edges, [1, 0.75, 0.55, 0.35, 0.15, 0])
+    np.testing.assert_allclose(Partition(edges).masses(levels), [0.2] * 5)
+
+
+def test_weights_count_and_weightless_levels_are_never_drawn():
+    levels = dblock.DiscreteLevels((0.1, 0.2, 0.3, 0.4), (0.0, 1.0, 1.0, 2.0))
+    assert make_partition("equi_probability", 2, levels).edges == (1.0, 0.35, 0.0)
+    drawn = dblock.sample_interval(levels, 0.0, 0.35, torch.linspace(0, 0.999, 50, dtype=torch.float64))
+    assert set(drawn.tolist()) == {0.2, 0.3}
+
+
+@pytest.mark.parametrize("num_blocks", [2, 3, 4])
+def test_duplicate_quantiles_leave_no_block_without_levels(num_blocks):
+    """Half of a list is 1 and a quarter .75: the quantiles of 3 or 4 blocks coincide there."""
+    levels = dblock.DiscreteLevels((1.0,) * 6 + (0.75,) * 3 + (0.5, 0.25, 0.1))
+    partition = make_partition("equi_probability", num_blocks, levels)
+    masses = partition.masses(levels)
+    assert min(masses) > 0
+    assert sum(masses) == pytest.approx(1)
+    for block in range(num_blocks):
+        drawn = dblock.sample_interval(levels, *partition.interval(block), torch.linspace(0, 0.999, 20, dtype=torch.float64))
+        assert {partition.block_of(level) for level in drawn.tolist()} == {block}
+
+
+def test_too_few_discrete_levels_and_wrong_weights_are_refused():
+    with pytest.raises(ValueError, match="2 different levels"):
+        make_partition("equi_probability", 3, dblock.DiscreteLevels((0.5, 0.5, 0.1)))
+    with pytest.raises(ValueError, match="as many weights"):
+        dblock.DiscreteLevels((0.1, 0.2), (1.0,))
+    with pytest.raises(ValueError, match="must lie in"):
+        dblock.DiscreteLevels((0.1, 2.0))
+    with pytest.raises(ValueError, match="log_uniform needs levels above 0"):
+        make_partition("log_uniform", 2, dblock.UniformLevels())
+
+
+def test_linear_overlap_and_overlap_on_another_scale():
+    assert dblock.widen_linear(0.25, 0.75, 0.1, 0.0, 1.0) == pytest.approx((0.2, 0.8))
+    assert dblock.widen_linear(0.5, 1.0, 0.1, 0.0, 1.0) == pytest.approx((0.45, 1.0))
+    levels = np.geomspace(0.002, 80, 20001)
+    wide = dblock.widen_on_scale(0.18, 0.505, 0.05, 0.002, 80.0, levels, np.log(levels))
+    assert wide == pytest.approx(widen_log(0.18, 0.505, 0.05, 0.002, 80.0), rel=1e-6)
+    assert dblock.widen_on_scale(0.5, 1.0, 0.0, 0.0, 1.0, np.array([0.001, 0.999]), np.array([-7.0, 7.0]))[1] == 1.0

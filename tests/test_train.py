@@ -167,6 +167,12 @@ def test_resume_is_exact(digits, tmp_path, monkeypatch, at, order):
     assert logs[0] == logs[1]
 
 
+def test_checkpoint_before_a_block_has_begun(digits, tmp_path):
+    """In sequential order the last blocks wait; without warm-up their rate before the first step is asked for too."""
+    settings = {"block_order": "sequential", "checkpoint_every": 3, "warmup_steps": 0}
+    assert fit(make_config(train=settings), digits, tmp_path / "one") == fit(make_config(), digits, tmp_path / "two")
+
+
 def test_more_steps_at_a_constant_rate(digits, tmp_path):
     whole = fit(make_config(train={"steps": 6}), digits, tmp_path / "whole")
     fit(make_config(train={"steps": 4}), digits, tmp_path / "more")
@@ -296,7 +302,7 @@ def test_uniform_draws_have_their_distribution():
 
 def test_mass_follows_the_partition():
     config = make_config(partition={"name": "log_uniform"}, train={"block_probability": "mass", "steps": 100})
-    shares = training.block_shares(config.train, build_objective(config))
+    shares = training.block_shares(config, build_objective(config))
     assert update_counts(0, "shuffled", shares, 300) == [13, 254, 33]  # masses .043801, .847858, .108341
 
 
