@@ -125,11 +125,10 @@ def joined(device: torch.device) -> Iterator[World]:
     except RuntimeError as error:  # gloo's and NCCL's errors have no class of their own
         if not re.search("gloo|nccl|connection (closed|reset)|timed out", str(error), re.IGNORECASE):
             raise
-        reason = str(error).splitlines()[0]
         raise ProcessLost(
-            f"process {world.rank} of {world.size} lost another one ({reason}): look for its message above; the same command "
-            "goes on from the last checkpoint"
-        ) from None
+            f"process {world.rank} of {world.size} lost another one, whose own message says why; what was trained goes on from the "
+            "last checkpoint by the same command"
+        ) from error
     dist.destroy_process_group()
 
 
