@@ -126,8 +126,8 @@ def joined(device: torch.device) -> Iterator[World]:
         if not re.search("gloo|nccl|connection (closed|reset)|timed out", str(error), re.IGNORECASE):
             raise
         raise ProcessLost(
-            f"process {world.rank} of {world.size} lost another one, whose own message says why; what was trained goes on from the "
-            "last checkpoint by the same command"
+            f"process {world.rank} of {world.size} lost another one, whose own message says why; the same command goes on from "
+            "the last checkpoint"
         ) from error
     dist.destroy_process_group()
 
