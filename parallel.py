@@ -153,14 +153,15 @@ def check(config: Config, world: World, shared: bool = False) -> None:
         world.size > 1,
         f"train.parallel={train.parallel} needs several processes: start `torchrun --nproc-per-node N main.py ...`",
     )
+    require(
+        config.method.name in ("diffusion_blocks", "end_to_end", "shallow") and not shared,
+        f"train.parallel={train.parallel} is for blocks that share nothing and for plain end to end: "
+        "leave it out and start one process",
+    )
     sharing = world.size
     if train.parallel == "blocks":
         require(blocks > 1, "train.parallel=blocks needs more than one block: set train.parallel=data")
         require(train.blocks == "all", f"train.parallel=blocks trains all blocks: leave train.blocks={train.blocks} out")
-        require(
-            not shared,
-            "train.parallel=blocks needs blocks that share nothing: set train.parallel=data",
-        )
         require(
             world.size <= blocks or world.size % blocks == 0,
             f"train.parallel=blocks: {world.size} processes are neither at most {blocks}, one or more blocks for each, nor a "
