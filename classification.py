@@ -371,6 +371,11 @@ def check(config: Config) -> None:
     data_sets.check_images(**image_settings(config))
 
 
+def sample_sets(config: Config) -> tuple[()]:
+    """Returns the sets of samples that are scored, for several processes to divide: a classifier draws none."""
+    return ()
+
+
 def image_settings(config: Config) -> dict[str, Any]:
     """Returns data.load_images's arguments."""
     settings = dataclasses.asdict(config.data)

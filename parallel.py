@@ -125,11 +125,10 @@ def joined(device: torch.device) -> Iterator[World]:
     except RuntimeError as error:  # gloo's and NCCL's errors have no class of their own
         if not re.search("gloo|nccl|connection (closed|reset)|timed out", str(error), re.IGNORECASE):
             raise
-        reason = str(error).splitlines()[0]
         raise ProcessLost(
-            f"process {world.rank} of {world.size} lost another one ({reason}): look for its message above; the same command "
-            "goes on from the last checkpoint"
-        ) from None
+            f"process {world.rank} of {world.size} lost another one, whose own message says why; the same command goes on from "
+            "the last checkpoint"
+        ) from error
     dist.destroy_process_group()
 
 
@@ -154,14 +153,15 @@ def check(config: Config, world: World, shared: bool = False) -> None:
         world.size > 1,
         f"train.parallel={train.parallel} needs several processes: start `torchrun --nproc-per-node N main.py ...`",
     )
+    require(
+        config.method.name in ("diffusion_blocks", "end_to_end", "shallow") and not shared,
+        f"train.parallel={train.parallel} is for blocks that share nothing and for plain end to end: "
+        "leave it out and start one process",
+    )
     sharing = world.size
     if train.parallel == "blocks":
         require(blocks > 1, "train.parallel=blocks needs more than one block: set train.parallel=data")
         require(train.blocks == "all", f"train.parallel=blocks trains all blocks: leave train.blocks={train.blocks} out")
-        require(
-            not shared,
-            "train.parallel=blocks needs blocks that share nothing: set train.parallel=data",
-        )
         require(
             world.size <= blocks or world.size % blocks == 0,
             f"train.parallel=blocks: {world.size} processes are neither at most {blocks}, one or more blocks for each, nor a "

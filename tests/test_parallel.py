@@ -169,6 +169,9 @@ def test_what_does_not_fit_the_number_of_processes_is_refused():
     refused("more than one block", three, train={"parallel": "blocks"}, method={"name": "end_to_end"})
     refused("train.blocks=", three, train={"parallel": "blocks", "blocks": [0]})
     refused("train.shard=true", ALONE, train={"shard": True})
+    for way in ("blocks", "data"):
+        with pytest.raises(SettingError, match="share nothing"):
+            parallel.check(make_config(mode="train", train={"parallel": way}), three, shared=True)
     refused("train.shard=true", three, train={"shard": True, "parallel": "blocks"})
     refused("choose one", four, train={"shard": True, "parallel": "data", "compile": True})
     refused("mode=merge", three, mode="merge")
