@@ -663,11 +663,7 @@ def validate_dit(config: Config) -> None:
     one_of("partition.name", config.partition.name, ("equi_probability", "log_uniform", "uniform", "custom"))
     at_least("data.num_classes", config.data.num_classes, 0)
     require(
-<<<<<<< HEAD
-        not isinstance(config.data, DataConfig) or not (config.data.crop or config.data.randaugment),
-=======
         isinstance(config.data, LatentsConfig) or not (config.data.crop or config.data.randaugment),
->>>>>>> scale
         "data.crop and data.randaugment are for classifiers: a model that draws images would learn to draw such ones",
     )
     require(config.partition.pilot is None, f"partition.pilot={config.partition.pilot} is for classifiers: leave it out")
