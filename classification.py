@@ -33,6 +33,7 @@ from data import BatchSource, ImageData
 from dblock_modules import LevelDistribution, Partition, make_schedule, precondition, sample_interval, visits, widen_log
 from evaluation import loss_grid
 from hardware import Hardware
+from image_sets import Split
 from model import (
     Autocast,
     Batch,
@@ -409,6 +410,15 @@ def plot_partition(config: Config, path: Path) -> None:
     objective = build_objective(config)
     intervals = [objective.interval(block) for block in range(objective.partition.num_blocks)]
     plots.plot_partition(objective.distribution, objective.partition.edges, intervals, path)
+
+
+def measure(config: Config, modules: dict[str, nn.Module], data: ImageData, hardware: Hardware) -> dict[str, float]:
+    """Returns accuracy and cross-entropy of a model in training on the first test images."""
+    count = config.eval.loss_images
+    test = Split(data.test.images[:count], data.test.labels[:count])
+    model = build_model(config, modules, data.scale, hardware)
+    logits = logits_of_test_split(dataclasses.replace(data, test=test), model, None, config.eval.batch_size)[-1]
+    return label_scores(logits, torch.from_numpy(np.array(test.labels)))
 
 
 def evaluate(

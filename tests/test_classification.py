@@ -56,7 +56,7 @@ def trained(cache, tmp_path_factory):
 
 
 def fit_config(cache, folder, **groups):
-    train = {"steps": 150, "batch_size": 32, "learning_rate": 3e-3, "schedule": "cosine", "weight_decay": 0.01}
+    train = {"steps": 150, "batch_size": 32, "learning_rate": 3e-3, "schedule": "cosine", "evaluate_every": 225}
     data = {"cache": str(cache), "crop": 0}
     return make_classifier(data=data, model={"width": 32}, folder=str(folder), **{"train": train, **groups})
 
@@ -253,6 +253,8 @@ def test_it_learns_and_knows_itself(trained):
     for row in denoising["blocks"]:
         assert row["cross_entropy"] < row["cross_entropy_of_embedding_alone"] + 0.3
     assert not denoising["blocks"][0]["ignores_image"]
+    curve = training.read_metrics(trained / "heldout.jsonl")
+    assert [row["step"] for row in curve] == [225, 450] and curve[0]["accuracy"] < curve[1]["accuracy"]
     assert (trained / "plots" / "loss_by_level.png").stat().st_size > 1000
 
 
