@@ -368,7 +368,6 @@ def build_model(config: Config, modules: Mapping[str, nn.Module], scale: float, 
 
 def check(config: Config) -> None:
     """Refuses what cannot work as far as it can be known without work."""
-    require(config.mode != "sample", "mode=sample draws images, and a classifier predicts labels: use mode=evaluate")
     data_sets.check_images(**image_settings(config))
 
 

@@ -679,12 +679,16 @@ def validate_dit(config: Config) -> None:
 def validate_classifier(config: Config) -> None:
     """Refuses a classifier whose model, method, labels and levels do not fit each other or the images."""
     model, objective, method, train = config.model, config.objective, config.method.name, config.train
+    require(config.mode != "sample", "mode=sample draws images, and a classifier predicts labels: use mode=evaluate")
+    require(isinstance(config.data, DataConfig), f"model={model.name} classifies images: data={config.data.name} is not for it")
     require(config.data.num_classes >= 2, f"data.num_classes={config.data.num_classes}: a classifier needs two classes at least")
     at_least("data.crop", config.data.crop, 0)
     require(config.data.crop < config.data.size, f"data.crop={config.data.crop} must be less than the images' size")
     if model.name == "vit":
         require(not method.startswith("noprop"), f"method={method} is defined on NoProp's network: set model=noprop_cnn")
         validate_transformer(config)
+        layers_wanted = 2 if method.startswith("forward_forward") else 1  # the first of them is left out in one of the two
+        at_least("model.depth", model.depth, layers_wanted)
         require(model.mlp_ratio > 0, f"model.mlp_ratio={model.mlp_ratio} must be above 0")
         require(0 <= model.dropout < 1, f"model.dropout={model.dropout} must lie in [0, 1)")
         if method == "diffusion_blocks":
@@ -716,6 +720,15 @@ def validate_classifier(config: Config) -> None:
     }
     for what, needs_all in together.items():
         require(not needs_all or train.blocks == "all", f"train.blocks={train.blocks}: {what} needs all blocks in one job")
+    apart = (
+        method == "end_to_end"
+        or method == "diffusion_blocks"
+        and not (together["model.share=ends"] or objective.table == "learned")
+    )
+    require(
+        train.parallel is None or apart,
+        f"train.parallel={train.parallel}: parts work together in a step of method={method} with these settings: leave it out",
+    )
     coupled = method == "forward_forward" or method == "noprop_dt"  # a contrast, or batch norm
     require(
         not coupled or train.micro_batch is None or train.micro_batch >= train.batch_size,
