@@ -11,8 +11,8 @@ import model
 from config import Config
 from hardware import Hardware
 
-# By model.name: what the pipeline asks (check, load, source, plot_partition, measure, evaluate, and for drawn images preview and
-# sample), and what makes a model of its parts (trained_parts, build_module, build_objective, build_model).
+# By model.name: what the pipeline asks (check, load, source, plot_partition, evaluate, and where images are drawn preview and
+# sample), and what makes the model of its parts (trained_parts, build_module, build_objective, build_model).
 KINDS = {"dit": generation, "vit": classification, "noprop_cnn": classification}
 BUILDERS = {"dit": model, "vit": classification, "noprop_cnn": classification}
 

@@ -35,6 +35,7 @@ IMAGES = 20  # of each setting, with the same seeds and labels for all
 KEY = ("table", "scale", "paper", "match", "setting", "seed", "metric", "guidance", "protocol")
 COLUMNS = (*KEY, "value", "seconds", "command", "commit", "hardware")
 SERIES = ("table", "scale", "paper", "match", "setting", "seed", "protocol")
+CLASSIFICATION = ("classification", "label_denoising", "training_cost")  # kinds of result of which every score is a row
 METRICS = ("frechet_inception_distance", "precision", "recall", "label_accuracy", "nearest_train_distance_mean")
 
 # Typed to say where and how loudly a run works, not what it is; or columns of their own.
@@ -131,6 +132,8 @@ class Records:
         elif result["kind"] == "floor":
             found = {(name, ""): result["scores"][name] for name in METRICS}
             common |= {"setting": FLOOR, "seed": result["protocol"]["seed"], "seconds": ""}
+        elif result["kind"] in CLASSIFICATION:
+            found = {(name, ""): value for name, value in result["scores"].items()}
         else:
             return 0
         rows = [
