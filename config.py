@@ -680,6 +680,10 @@ def validate_classifier(config: Config) -> None:
     """Refuses a classifier whose model, method, labels and levels do not fit each other or the images."""
     model, objective, method, train = config.model, config.objective, config.method.name, config.train
     require(config.mode != "sample", "mode=sample draws images, and a classifier predicts labels: use mode=evaluate")
+    require(
+        train.init_from is None,
+        f"train.init_from={train.init_from} begins blocks that draw images, not classifiers: leave it out",
+    )
     require(isinstance(config.data, DataConfig), f"model={model.name} classifies images: data={config.data.name} is not for it")
     require(config.data.num_classes >= 2, f"data.num_classes={config.data.num_classes}: a classifier needs two classes at least")
     at_least("data.crop", config.data.crop, 0)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import config as configuration
 from config import Config
-from dblock_modules import WEIGHTINGS, LevelDistribution, Partition, edm_weight, precondition, sample_interval, widen_log
+from dblock_modules import WEIGHTINGS, LevelDistribution, Partition, precondition, sample_interval, widen_log
 from hardware import Hardware
 from randomness import generator, stream_seed
 from vit import DiT

@@ -329,7 +329,8 @@ REFUSED = [
     ("train.parallel", {"method": "greedy", "train": {"parallel": "blocks"}}),
     ("train.parallel", {"objective": {"table": "learned"}, "train": {"parallel": "data"}}),
     ("mode=evaluate", {"mode": "sample"}),
-    ("depth=1 must be a finite number of at least 2", {"method": "forward_forward", "model": {"depth": 1}}),
+    ("train.init_from", {"train": {"init_from": "runs/other"}}),
+    ("depth=1 must be", {"method": "forward_forward", "model": {"depth": 1}}),
     ("objective=labels", {"objective": {"name": "edm"}}),
     ("num_blocks", {"partition": {"num_blocks": 4}}),
 ]
