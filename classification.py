@@ -45,6 +45,7 @@ from model import (
     dropout_stream,
     fixed_table,
     part_name,
+    step_memory,
 )
 from randomness import generator, stream_seed
 from sampler import euler, image_noise
@@ -599,23 +600,8 @@ def cost_result(config: Config, data: ImageData, model: Classifier, folder: Path
     `activation_bytes`: what autograd keeps for the backward pass of one batch, counted once per storage, without the parameters.
     """
     batches, size = source(config, data, model.device), config.train.batch_size
-    parameters = {p.untyped_storage().data_ptr() for module in model.modules.values() for p in module.parameters()}
-    state, activations = [], []
-    for block in range(configuration.trained_blocks(config)):
-        trained = [model.modules[name] for name in trained_parts(config, block)]
-        state.append(5 * sum(p.numel() * p.element_size() for module in trained for p in module.parameters()))
-        kept: dict[int, int] = {}
-
-        def keep(tensor: Tensor, kept: dict[int, int] = kept) -> Tensor:
-            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-            return tensor
-
-        draw = Draw(block, 0, size, slice(0, size))
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            # the graph lives until the sum is taken, so that no storage is counted twice under one address
-            loss = model.objective.training_loss(model.modules, batches.batch(block, 0, size), draw, model.autocast())
-            activations.append(sum(count for address, count in kept.items() if address not in parameters))
-        del loss
+    trained = [trained_parts(config, block) for block in range(configuration.trained_blocks(config))]
+    state, activations = step_memory(model.objective, model.modules, trained, batches, size, model.autocast)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     last = {row["block"]: row for row in rows}
     seconds = sum(row["seconds"] for row in last.values())

@@ -9,6 +9,7 @@ import hashlib
 import json
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -146,6 +147,84 @@ class LabelConfig:
 
 
 @dataclass
+class TextConfig:
+    """Which text, and how it is cut into tokens and rows; see text_data."""
+
+    name: str = REQUIRED  # topics (comes with Python) | text8 | files | hub
+    path: str | None = None  # a file, a folder, or the name of a Hugging Face set
+    tokenizer: str = "symbols"  # symbols (a to z, space) | words | bytes | a JSON file of `tokenizers` | a model's folder or name
+    context: int = REQUIRED  # tokens of a row
+    packing: str = "stream"  # stream | documents (whole ones, which do not see each other)
+    text_column: str = "text"  # of a Parquet, Arrow or Hugging Face set
+    train_split: str | None = None  # a folder's files by pattern, or the name of a split; null: train*, train
+    test_split: str | None = None  # null: test* of a folder, the last 5% of anything else
+    cache: str = "~/.cache/diffusion_blocks"  # tokens
+
+
+@dataclass
+class TransformerConfig:
+    """A transformer for text: RMSNorm, rotary positions, SwiGLU."""
+
+    name: str = "transformer"
+    depth: int = REQUIRED
+    width: int = REQUIRED
+    heads: int = REQUIRED
+    condition_width: int = 128  # of what the level says to a layer
+    tied: bool = True  # the head is the token embedding
+
+
+@dataclass
+class RecurrentConfig:
+    """A transformer whose core repeats (Huginn, arXiv 2502.05171)."""
+
+    name: str = "recurrent"
+    prelude: int = 2  # layers
+    core: int = 4
+    coda: int = 2
+    width: int = REQUIRED
+    heads: int = REQUIRED
+    condition_width: int = 128
+    tied: bool = True
+    recurrence: float = 32  # mean repetitions of the core where it is trained as such, and their number in use
+    backpropagated: int = 8  # the last repetitions, which have gradients
+
+    @property
+    def depth(self) -> int:
+        """Layers that are there."""
+        return self.prelude + self.core + self.coda
+
+
+@dataclass
+class NextTokenConfig:
+    """The plain language model: cross-entropy of the next token."""
+
+    name: str = "next_token"
+
+
+@dataclass
+class TokenDiffusionConfig:
+    """Each token's embedding is denoised, given the tokens before it."""
+
+    name: str = "token_diffusion"
+    layout: str = "concat"  # concat (the noisy text and the clean one side by side) | inline (one sequence)
+    table: str = "fixed"  # the target embeddings: fixed by the seed | learned, and shared by all blocks
+    weighting: str = "none"  # of the cross-entropy: none | per_sample (EDM's weight of each token's level) | batch_mean
+    P_mean: float = 0.0  # with these levels every block is left some of the token; EDM's leave the cleanest block none
+    P_std: float = 1.0
+    sigma_min: float = 0.1
+    sigma_max: float = 5.0
+    sigma_data: float | None = None  # null: 1/sqrt(width), a normalised embedding's standard deviation
+
+
+@dataclass
+class MaskedConfig:
+    """Masked diffusion (MD4, arXiv 2406.04329): alpha = 1 - epsilon - (1 - 2 epsilon) t tokens are kept at masked share t."""
+
+    name: str = "masked"
+    epsilon: float = 1e-4
+
+
+@dataclass
 class MethodConfig:
     """How the model is trained.
 
@@ -166,7 +245,7 @@ class PartitionConfig:
     overlap: float = 0.05
     layers: list[int] | None = None  # layers per block, noisiest block first, or their ratio; null: even
     edges: list[float] | None = None  # for `custom`: num_blocks + 1 decreasing levels
-    pilot: str | None = None  # for `cross_entropy`: folder of a scored run, of whose cross-entropy blocks get equal shares
+    pilot: str | None = None  # a scored run, of whose `cross_entropy` (labels) or `equal_nats` (text) blocks get equal shares
 
 
 @dataclass
@@ -220,6 +299,25 @@ class SamplerConfig:
 
 
 @dataclass
+class TextSamplerConfig:
+    """How text is drawn."""
+
+    steps: int = 4  # per token; for masked diffusion, of the whole row
+    schedule: str = "per_block"  # per_block | karras | equi_probability; masked diffusion has the cosine grid
+    rho: float = 7.0
+    num_samples: int = 64
+    prompt: int = 0  # tokens of held-out text that each sample begins with
+    prompts: int | None = None  # different beginnings, which repeat; null: one for each sample
+    length: int | None = None  # tokens that are generated after it; null: to the end of a row
+    temperature: float = 1.0  # with top_k and top_p at every step; below 1: likelier text, less varied
+    top_k: int = 0  # the tokens to choose from; 0: all
+    top_p: float = 1.0  # the share of probability to choose from
+    batch_size: int = 64
+    seed: int = 0
+    weights: str = "ema"  # ema | raw
+
+
+@dataclass
 class EvalConfig:
     """Which scores, under which protocol."""
 
@@ -241,6 +339,23 @@ class EvalConfig:
     initial_noise: float = 0.0  # of a classifier's prediction: times sigma_max, 1 in the paper; 0 starts from the noise's mean
     bridge: str = "soft"  # what a prediction hands to the next step: soft | hard | top_k | raw (soft, rows not normalised)
     top_k: int = 5
+
+
+@dataclass
+class TextEvalConfig:
+    """Which scores of a language model, under which protocol."""
+
+    rows: int | None = None  # held-out rows, the first ones; null: all
+    draws: int = 8  # levels of each block at which a row is scored
+    batch_size: int = 32  # rows
+    words: bool = True  # known words, distinct-n, repetition and entropy of generated text
+    temperatures: list[float] = field(default_factory=list)  # more temperatures at which text is drawn and scored
+    features: str | None = None  # MAUVE's: a causal model of `transformers` (gpt2-large is usual), or an .npz; null: no MAUVE
+    mauve_scaling: float = 5.0  # the paper's: .2
+    mauve_buckets: int | None = None  # null: a tenth of the samples
+    mauve_seeds: int = 5
+    perplexity: list[str] = field(default_factory=list)  # causal models of `transformers` by path or name
+    seed: int = 0
 
 
 @dataclass
@@ -271,8 +386,8 @@ class Config:
     method: MethodConfig = field(default_factory=MethodConfig)
     partition: PartitionConfig = field(default_factory=PartitionConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
-    sampler: SamplerConfig = field(default_factory=SamplerConfig)
-    eval: EvalConfig = field(default_factory=EvalConfig)
+    sampler: Any = field(default_factory=SamplerConfig)
+    eval: Any = field(default_factory=EvalConfig)
     log: LogConfig = field(default_factory=LogConfig)
     merge: MergeConfig = field(default_factory=MergeConfig)
     mode: str = "run"  # run (train, sample and evaluate) | train | sample | evaluate | merge | encode
@@ -292,7 +407,18 @@ SCHEMAS = [
     ("model", "noprop_cnn_schema", CNNConfig),
     ("objective", "edm_levels", ObjectiveConfig),
     ("objective", "label_schema", LabelConfig),
+    ("data", "text", TextConfig),
+    ("model", "transformer", TransformerConfig),
+    ("model", "recurrent", RecurrentConfig),
+    ("objective", "plain", NextTokenConfig),
+    ("objective", "token_levels", TokenDiffusionConfig),
+    ("objective", "masked_share", MaskedConfig),
+    ("sampler", "image_sampler", SamplerConfig),
+    ("sampler", "text_sampler", TextSamplerConfig),
+    ("eval", "image_scores", EvalConfig),
+    ("eval", "text_scores", TextEvalConfig),
 ]
+LANGUAGE_MODELS = ("transformer", "recurrent")  # by model.name
 
 MODES = ("run", "train", "sample", "evaluate", "merge", "encode")
 LATENTS = ("imagenet256_latents",)  # data sets that are encoded first
@@ -339,6 +465,7 @@ def check_typed(config: Config, overrides: list[str]) -> None:
         overrides: as typed, `key=value`.
     """
     kept_data = ("data.cache", "data.path")
+    scored = config.eval.guidance if isinstance(config.eval, EvalConfig) else None
     for override in overrides:
         key = override.partition("=")[0]
         require(key[0] not in "+~", f"{key} adds or removes a key, but the configuration is closed: write {key.lstrip('+~')}=...")
@@ -358,10 +485,12 @@ def check_typed(config: Config, overrides: list[str]) -> None:
             f"{key} has no meaning with method={config.method.name}, which has one network for all levels: leave it out",
         )
         require(
-            not (key == "sampler.guidance" and config.eval.guidance is not None and config.mode in ("run", "evaluate")),
-            f"sampler.guidance was typed, but eval.guidance={config.eval.guidance} names the scales that are scored: type that",
+            not (key == "sampler.guidance" and scored is not None and config.mode in ("run", "evaluate")),
+            f"sampler.guidance was typed, but eval.guidance={scored} names the scales that are scored: type that",
         )
-        if config.model.name != "dit":
+        if config.model.name in LANGUAGE_MODELS:
+            check_typed_for_text(config, key)
+        elif config.model.name != "dit":
             check_typed_for_classifier(config, key)
 
 
@@ -389,6 +518,19 @@ def check_typed_for_classifier(config: Config, key: str) -> None:
     )
 
 
+def check_typed_for_text(config: Config, key: str) -> None:
+    """Refuses a typed key that a language model with this objective could only ignore."""
+    objective = config.objective.name
+    ignored = ["train.label_dropout"]
+    if objective != "token_diffusion":
+        ignored += ["sampler.schedule", "sampler.rho"]
+    if objective == "next_token":
+        ignored += ["sampler.steps", "eval.draws", "model.condition_width"]
+    elif config.model.name == "recurrent":
+        ignored += ["model.recurrence", "model.backpropagated"]
+    require(key not in ignored, f"{key} has no meaning for model={config.model.name} with objective={objective}: leave it out")
+
+
 def with_trained_settings(config: Config, overrides: list[str]) -> Config:
     """Returns a configuration that samples or scores `folder` with its own settings, but for what was typed."""
     if config.mode not in ("sample", "evaluate") or config.folder is None:
@@ -397,8 +539,8 @@ def with_trained_settings(config: Config, overrides: list[str]) -> Config:
     typed = {override.partition("=")[0] for override in overrides}
     settings = {name: getattr(stored, name) for name in (*TRAINED, "sampler", "eval")}
     for group in ("data", "sampler", "eval"):
-        given = {item.name: getattr(getattr(config, group), item.name) for item in dataclasses.fields(settings[group])}
-        given = {name: value for name, value in given.items() if f"{group}.{name}" in typed}
+        names = [item.name for item in dataclasses.fields(settings[group]) if f"{group}.{item.name}" in typed]
+        given = {name: getattr(getattr(config, group), name) for name in names}
         settings[group] = dataclasses.replace(settings[group], **given)
     return dataclasses.replace(config, **settings)
 
@@ -411,9 +553,11 @@ def resolve(config: Config) -> Config:
     """
     config = dataclasses.replace(config)
     one_of("mode", config.mode, MODES)
-    one_of("model.name", config.model.name, ("dit", "vit", "noprop_cnn"))
+    one_of("model.name", config.model.name, ("dit", "vit", "noprop_cnn", *LANGUAGE_MODELS))
     if config.model.name == "dit":
         size_transformer(config)
+    elif config.model.name in LANGUAGE_MODELS:
+        fill_text(config)
     else:
         fill_classifier(config)
     validate(config)
@@ -436,14 +580,43 @@ def size_transformer(config: Config) -> None:
         config.partition = dataclasses.replace(cut, layers=None if even else layers)
 
 
+def fill_text(config: Config) -> None:
+    """Refuses groups that do not belong to a language model, and fills in what its objective decides."""
+    for name, wanted in (("data", TextConfig), ("sampler", TextSamplerConfig), ("eval", TextEvalConfig)):
+        require(
+            isinstance(getattr(config, name), wanted),
+            f"model.name={config.model.name} is a language model and needs text: set {name}= to one of its text options",
+        )
+    one_of("objective.name", config.objective.name, ("next_token", "token_diffusion", "masked"))
+    one_of("method.name", config.method.name, ("diffusion_blocks", "end_to_end", "shallow"))
+    config.train = dataclasses.replace(config.train, label_dropout=0.0)  # there are no labels
+    if config.sampler.length is None:
+        config.sampler = dataclasses.replace(config.sampler, length=config.data.context - config.sampler.prompt)
+    if config.objective.name == "token_diffusion" and config.objective.sigma_data is None:
+        config.objective = dataclasses.replace(config.objective, sigma_data=config.model.width**-0.5)
+    if config.model.name == "recurrent":
+        require(
+            config.objective.name != "masked",
+            "objective.name: model.name=recurrent is trained by next_token or token_diffusion, not masked",
+        )
+        if config.objective.name == "token_diffusion":
+            require(config.objective.layout == "inline", "model.name=recurrent needs objective.layout=inline")
+    if config.model.name == "recurrent" or config.objective.name == "next_token":
+        require(
+            config.method.name == "end_to_end" or config.partition.num_blocks == 1,
+            f"a {config.model.name} trained by {config.objective.name} is one block: set method=end_to_end",
+        )
+    config.partition = with_pilot(config, "equal_nats", nats_curve)
+
+
 def unify(config: Config) -> None:
     """Gives settings of one meaning one form, so that tables which share a setting share the run."""
     if config.data.path is not None and Path(config.data.path).expanduser().exists():
         config.data = dataclasses.replace(config.data, path=str(Path(config.data.path).expanduser().resolve()))
     if isinstance(config.data, LatentsConfig) and Path(config.data.vae).expanduser().exists():
         config.data = dataclasses.replace(config.data, vae=str(Path(config.data.vae).expanduser().resolve()))
-    if config.model.name == "dit":
-        unify_dit(config)
+    if config.model.name in ("dit", *LANGUAGE_MODELS):
+        unify_blocks(config)
     cut = config.partition
     if cut.name == "equi_probability":  # the blocks' masses are equal
         config.train = dataclasses.replace(config.train, block_probability="uniform")
@@ -454,12 +627,14 @@ def unify(config: Config) -> None:
     if config.train.blocks != "all":
         owned = sorted(config.train.blocks)
         config.train = dataclasses.replace(config.train, blocks="all" if len(owned) == trained_blocks(config) else owned)
+    if config.model.name in LANGUAGE_MODELS:
+        return
     config.sampler = dataclasses.replace(config.sampler, guidance=as_floats(config.sampler.guidance))
     if config.eval.guidance is not None:
         config.eval = dataclasses.replace(config.eval, guidance=as_floats(config.eval.guidance))
 
 
-def unify_dit(config: Config) -> None:
+def unify_blocks(config: Config) -> None:
     """Gives methods of one meaning one form."""
     if config.partition.num_blocks == 1:
         config.method = MethodConfig("end_to_end")
@@ -512,7 +687,7 @@ def fill_classifier(config: Config) -> None:
     if method in ("noprop_dt", "noprop_ct") and config.objective.eta is None:
         config.objective.eta = 0.1 if method == "noprop_dt" else 1.0
     if method == "diffusion_blocks":
-        config.partition = with_pilot(config)
+        config.partition = with_pilot(config, "cross_entropy", cross_entropy_curve)
     else:
         blocks = config.partition.num_blocks if method in ("greedy", "local") else 1
         if method.startswith("forward_forward"):
@@ -526,32 +701,51 @@ def fill_classifier(config: Config) -> None:
         config.train = dataclasses.replace(config.train, block_probability="uniform")
 
 
-def with_pilot(config: Config) -> PartitionConfig:
-    """Returns the partition with the edges that a pilot's cross-entropy gives, where the partition asks for that.
+def with_pilot(
+    config: Config, name: str, curve: Callable[[list[dict[str, Any]]], tuple[list[float], list[float]] | None]
+) -> PartitionConfig:
+    """Returns the partition with edges between which a pilot has equal amounts of something, where it asks for that.
+
+    Args:
+        name: of such a partition.
+        curve: ascending levels and the amount between each two, from the pilot's results; None where they have none.
 
     Raises:
-        SettingError: no scored pilot there.
+        SettingError: no scored pilot there, or one of other levels.
     """
     cut = config.partition
     require(
-        (cut.pilot is not None) == (cut.name == "cross_entropy"),
-        f"partition.pilot={cut.pilot} belongs to partition=cross_entropy and only there: a run's folder, trained and scored",
+        (cut.pilot is not None) == (cut.name == name),
+        f"partition.pilot={cut.pilot} belongs to partition={name} and only there: a run's folder, trained and scored",
     )
-    if cut.name != "cross_entropy":
+    if cut.name != name:
         return cut
     path = Path(cut.pilot) / "results.json"
     require(path.is_file(), f"partition.pilot={cut.pilot}: {path} is missing: train and score a run with one block first")
-    curves = [row["by_level"] for row in json.loads(path.read_text()) if row["kind"] == "label_denoising"]
-    require(len(curves) > 0, f"partition.pilot={cut.pilot} has no cross-entropy by level: score a run of diffusion_blocks")
-    mass, loss = curves[-1]["mass"], curves[-1]["cross_entropy"]
-    bounds = [curves[-1]["edges"][0], curves[-1]["edges"][-1]]
-    ours = [config.objective.sigma_min, config.objective.sigma_max]
+    found = curve(json.loads(path.read_text()))
+    require(found is not None, f"partition.pilot={cut.pilot} has no curve over levels: score a run of diffusion with one block")
+    edges, amounts = found
+    bounds = levels(config)
     require(
-        all(math.isclose(a, b) for a, b in zip(bounds, ours, strict=True)),
-        f"partition.pilot={cut.pilot} has levels {bounds}, this model {ours}: score a pilot with the same levels",
+        math.isclose(edges[0], bounds.minimum) and math.isclose(edges[-1], bounds.maximum),
+        f"partition.pilot={cut.pilot} has levels from {edges[0]} to {edges[-1]}, this model has others: "
+        f"{bounds.minimum} to {bounds.maximum}",
     )
-    edges = dblock_modules.equal_shares(curves[-1]["edges"], [m * v for m, v in zip(mass, loss, strict=True)], cut.num_blocks)
-    return dataclasses.replace(cut, name="custom", edges=edges, pilot=None)
+    return dataclasses.replace(cut, name="custom", edges=dblock_modules.equal_shares(edges, amounts, cut.num_blocks), pilot=None)
+
+
+def cross_entropy_curve(results: list[dict[str, Any]]) -> tuple[list[float], list[float]] | None:
+    """Returns levels and the cross-entropy of labels between them, from a classifier's results."""
+    curves = [row["by_level"] for row in results if row["kind"] == "label_denoising"]
+    if not curves:
+        return None
+    return curves[-1]["edges"], [mass * loss for mass, loss in zip(curves[-1]["mass"], curves[-1]["cross_entropy"], strict=True)]
+
+
+def nats_curve(results: list[dict[str, Any]]) -> tuple[list[float], list[float]] | None:
+    """Returns levels and the nats of the likelihood's bound between them, from a language model's results."""
+    curves = [row["nats_by_level"] for row in results if "nats_by_level" in row]
+    return (curves[-1]["edges"], curves[-1]["nats"]) if curves else None
 
 
 def trained_blocks(config: Config) -> int:
@@ -600,9 +794,11 @@ def total_steps(config: Config) -> int:
     return steps * (blocks if config.train.match == "layer_work" else 1)
 
 
-def levels(config: Config) -> dblock_modules.LogNormalLevels:
+def levels(config: Config) -> dblock_modules.LevelDistribution:
     """Returns the training distribution of levels."""
     objective = config.objective
+    if objective.name in ("masked", "next_token"):  # the latter knows no levels: one block over a unit interval
+        return dblock_modules.UniformLevels()
     return dblock_modules.LogNormalLevels(objective.P_mean, objective.P_std, objective.sigma_min, objective.sigma_max)
 
 
@@ -635,10 +831,14 @@ def validate(config: Config) -> None:
     """Refuses combinations that cannot work; what needs the data or the disk is checked where those are opened."""
     if config.model.name == "dit":
         validate_dit(config)
+        validate_sampling(config)
+    elif config.model.name in LANGUAGE_MODELS:
+        validate_text(config)
+        validate_text_scores(config)
     else:
         validate_classifier(config)
+        validate_sampling(config)
     validate_training(config)
-    validate_sampling(config)
     if isinstance(config.data, LatentsConfig):
         validate_latents(config.data)
     require(
@@ -666,11 +866,7 @@ def validate_dit(config: Config) -> None:
         isinstance(config.data, LatentsConfig) or not (config.data.crop or config.data.randaugment),
         "data.crop and data.randaugment are for classifiers: a model that draws images would learn to draw such ones",
     )
-    require(config.partition.pilot is None, f"partition.pilot={config.partition.pilot} is for classifiers: leave it out")
-    require(
-        config.method.name != "shallow" or config.partition.layers is None,
-        f"partition.layers={config.partition.layers} has no meaning with method=shallow, which has one network",
-    )
+    require(config.partition.pilot is None, f"partition.pilot={config.partition.pilot} is for classifiers and text: leave it out")
     one_of("objective.weighting", config.objective.weighting, tuple(dblock_modules.WEIGHTINGS))
     validate_transformer(config)
     validate_levels(config)
@@ -746,7 +942,7 @@ def validate_classifier(config: Config) -> None:
 
 def validate_transformer(config: Config) -> None:
     """Refuses a transformer that does not fit the images, and layers that do not fit the blocks."""
-    model, cut = config.model, config.partition
+    model = config.model
     for name, value in (("depth", model.depth), ("width", model.width), ("heads", model.heads), ("patch_size", model.patch_size)):
         at_least(f"model.{name}", value, 1)
     require(model.width % model.heads == 0, f"model.width={model.width} is not a multiple of model.heads={model.heads}")
@@ -756,17 +952,12 @@ def validate_transformer(config: Config) -> None:
         f"model.patch_size={model.patch_size} does not divide the image size, {config.data.size}",
     )
     at_least("data.channels", config.data.channels, 1)
-    at_least("partition.num_blocks", cut.num_blocks, 1)
-    try:
-        layers = layer_split(config)
-    except ValueError as error:
-        raise SettingError(f"partition: {error}") from None
-    require(min(layers) >= 1, f"partition.num_blocks={cut.num_blocks} is more than the {model.depth} layers")
+    validate_layers(config)
 
 
 def validate_levels(config: Config) -> None:
     """Refuses levels and a cut of them that do not fit each other."""
-    objective, cut = config.objective, config.partition
+    objective = config.objective
     require(math.isfinite(objective.P_mean), f"objective.P_mean={objective.P_mean} must be finite")
     for name in ("P_std", "sigma_min", "sigma_max", "sigma_data"):
         above_zero(f"objective.{name}", getattr(objective, name))
@@ -778,7 +969,12 @@ def validate_levels(config: Config) -> None:
         levels(config).share > 1e-6,
         f"objective.P_mean={objective.P_mean} and P_std={objective.P_std} leave hardly any level between sigma_min and sigma_max",
     )
-    at_least("partition.num_blocks", cut.num_blocks, 1)
+    validate_cut(config)
+
+
+def validate_cut(config: Config) -> None:
+    """Refuses a cut that does not fit the levels."""
+    cut = config.partition
     at_least("partition.overlap", cut.overlap, 0)
     require(
         cut.overlap <= 1, f"partition.overlap={cut.overlap} must be at most 1, where a block is three times as wide in log sigma"
@@ -803,6 +999,21 @@ def validate_latents(data: LatentsConfig) -> None:
         f"data.shard_size={data.shard_size} is not a multiple of data.batch_size={data.batch_size}, and whole batches are stored",
     )
     require(data.scale is None or data.scale > 0, f"data.scale={data.scale} must be above 0, or null")
+
+
+def validate_layers(config: Config) -> None:
+    """Refuses layers that do not fit the blocks."""
+    cut = config.partition
+    at_least("partition.num_blocks", cut.num_blocks, 1)
+    require(
+        config.method.name != "shallow" or cut.layers is None,
+        f"partition.layers={cut.layers} has no meaning with method=shallow, which has one network",
+    )
+    try:
+        layers = layer_split(config)
+    except ValueError as error:
+        raise SettingError(f"partition: {error}") from None
+    require(min(layers) >= 1, f"partition.num_blocks={cut.num_blocks} is more than the {config.model.depth} layers")
 
 
 def validate_training(config: Config) -> None:
@@ -846,9 +1057,66 @@ def validate_training(config: Config) -> None:
             above_zero(f"train.{name}", getattr(train, name))
     require(0 <= train.label_dropout < 1, f"train.label_dropout={train.label_dropout} must lie in [0, 1)")
     require(
-        config.data.num_classes > 0 or train.label_dropout == 0,
+        train.label_dropout == 0 or config.data.num_classes > 0,
         "train.label_dropout needs labels: set train.label_dropout=0 for a data set with num_classes=0",
     )
+
+
+def validate_text(config: Config) -> None:
+    """Refuses a language model that cannot be built or trained."""
+    model, objective = config.model, config.objective
+    require(not config.train.compile, "train.compile=true is not supported for language models: set it to false")
+    layers = ("depth",) if model.name == "transformer" else ("prelude", "core", "coda", "recurrence", "backpropagated")
+    for name in (*layers, "width", "heads", "condition_width"):
+        at_least(f"model.{name}", getattr(model, name), 1)
+    require(
+        model.width % (2 * model.heads) == 0,
+        f"model.width={model.width} must be a multiple of 2 * model.heads, {2 * model.heads}, as rotary positions need",
+    )
+    if objective.name == "token_diffusion":
+        one_of("objective.layout", objective.layout, ("concat", "inline"))
+        one_of("objective.table", objective.table, ("fixed", "learned"))
+        one_of("objective.weighting", objective.weighting, ("per_sample", "batch_mean", "none"))
+        require(
+            objective.table == "fixed" or config.train.blocks == "all",
+            f"train.blocks={config.train.blocks}: objective.table=learned needs all blocks in one job",
+        )
+    validate_layers(config)
+    if objective.name == "token_diffusion":
+        validate_levels(config)
+    if objective.name == "masked":
+        require(
+            config.partition.name != "log_uniform", "partition=log_uniform is not there for masked shares, which reach down to 0"
+        )
+        require(0 < objective.epsilon < 0.5, f"objective.epsilon={objective.epsilon} must lie between 0 and .5")
+        validate_cut(config)
+
+
+def validate_text_scores(config: Config) -> None:
+    """Refuses settings of text generation and of its scores."""
+    sampler, evaluation = config.sampler, config.eval
+    one_of("sampler.schedule", sampler.schedule, ("karras", "equi_probability", "per_block"))
+    one_of("sampler.weights", sampler.weights, ("ema", "raw"))
+    for name in ("steps", "num_samples", "length", "batch_size"):
+        at_least(f"sampler.{name}", getattr(sampler, name), 1)
+    for name in ("prompt", "top_k"):
+        at_least(f"sampler.{name}", getattr(sampler, name), 0)
+    if sampler.prompts is not None:
+        at_least("sampler.prompts", sampler.prompts, 1)
+        require(sampler.prompt > 0, f"sampler.prompts={sampler.prompts} has no meaning with sampler.prompt=0: leave it out")
+    for name, values in (("sampler.temperature", [sampler.temperature]), ("eval.temperatures", evaluation.temperatures)):
+        require(all(value > 0 for value in values), f"{name}={values} must be above 0")
+    require(0 < sampler.top_p <= 1, f"sampler.top_p={sampler.top_p} must lie in (0, 1]")
+    require(
+        sampler.prompt + sampler.length <= config.data.context,
+        f"sampler.prompt + sampler.length = {sampler.prompt + sampler.length} is more than data.context={config.data.context}",
+    )
+    for name in ("draws", "batch_size", "mauve_seeds"):
+        at_least(f"eval.{name}", getattr(evaluation, name), 1)
+    for name in ("rows", "mauve_buckets"):
+        if getattr(evaluation, name) is not None:
+            at_least(f"eval.{name}", getattr(evaluation, name), 1)
+    require(evaluation.mauve_scaling > 0, f"eval.mauve_scaling={evaluation.mauve_scaling} must be above 0")
 
 
 def validate_sampling(config: Config) -> None:
@@ -930,11 +1198,31 @@ def job_folders(config: Config) -> list[Path]:
     return [run_folder(job_config(config, block)) for block in owned_blocks(config)]
 
 
-# The dataclass of each group whose fields depend on what its `name` says.
+# The dataclass of each group that has several, by the name of the group, or of the model.
 CLASSES = {
-    "data": lambda name: LatentsConfig if name in LATENTS else DataConfig,
-    "model": {"dit": ModelConfig, "vit": ViTConfig, "noprop_cnn": CNNConfig}.get,
-    "objective": {"edm": ObjectiveConfig, "labels": LabelConfig}.get,
+    "data": lambda plain: (
+        TextConfig
+        if plain["model"]["name"] in LANGUAGE_MODELS
+        else LatentsConfig
+        if plain["data"]["name"] in LATENTS
+        else DataConfig
+    ),
+    "model": lambda plain: {
+        "dit": ModelConfig,
+        "vit": ViTConfig,
+        "noprop_cnn": CNNConfig,
+        "transformer": TransformerConfig,
+        "recurrent": RecurrentConfig,
+    }[plain["model"]["name"]],
+    "objective": lambda plain: {
+        "edm": ObjectiveConfig,
+        "labels": LabelConfig,
+        "next_token": NextTokenConfig,
+        "token_diffusion": TokenDiffusionConfig,
+        "masked": MaskedConfig,
+    }[plain["objective"]["name"]],
+    "sampler": lambda plain: TextSamplerConfig if plain["model"]["name"] in LANGUAGE_MODELS else SamplerConfig,
+    "eval": lambda plain: TextEvalConfig if plain["model"]["name"] in LANGUAGE_MODELS else EvalConfig,
 }
 
 
@@ -954,9 +1242,10 @@ def load_config(path: Path) -> Config:
     require(path.is_file(), f"{path} is missing: a run's folder holds the configuration that trained it")
     try:
         plain = OmegaConf.to_container(OmegaConf.load(path))
+        classes = {name: choose(plain) for name, choose in CLASSES.items()}
         for item in dataclasses.fields(Config):
-            if item.name in CLASSES:
-                plain[item.name] = CLASSES[item.name](plain[item.name]["name"])(**plain[item.name])
+            if item.name in classes:
+                plain[item.name] = classes[item.name](**plain[item.name])
             elif dataclasses.is_dataclass(item.type):
                 plain[item.name] = item.type(**plain[item.name])
         return Config(**plain)

@@ -342,11 +342,14 @@ def equal_shares(edges: Sequence[float], amounts: Sequence[float], num_blocks: i
 
     Args:
         edges: K + 1 ascending levels, of K cells.
-        amounts: K, not negative: what lies in each cell, spread evenly over its logarithm.
+        amounts: K, not negative: what lies in each cell, spread evenly over its logarithm, or over the cell where levels
+            reach down to 0.
     """
     total = np.concatenate([[0.0], np.cumsum(amounts)])
     wanted = np.linspace(total[-1], 0.0, num_blocks + 1)
-    levels = np.exp(np.interp(wanted, total, np.log(edges)))
+    logarithmic = edges[0] > 0
+    levels = np.interp(wanted, total, np.log(edges) if logarithmic else edges)
+    levels = np.exp(levels) if logarithmic else levels
     levels[[0, -1]] = edges[-1], edges[0]
     return levels.tolist()
 

@@ -8,13 +8,14 @@ from torch import nn
 import classification
 import generation
 import model
+import text
 from config import Config
 from hardware import Hardware
 
-# By model.name: what the pipeline asks (check, load, source, plot_partition, evaluate, and where images are drawn preview and
+# By model.name: what the pipeline asks (check, load, source, plot_partition, evaluate, and where something is drawn preview and
 # sample), and what makes the model of its parts (trained_parts, build_module, build_objective, build_model).
-KINDS = {"dit": generation, "vit": classification, "noprop_cnn": classification}
-BUILDERS = {"dit": model, "vit": classification, "noprop_cnn": classification}
+KINDS = {"dit": generation, "vit": classification, "noprop_cnn": classification, "transformer": text, "recurrent": text}
+BUILDERS = {**KINDS, "dit": model}
 
 
 def trained_parts(config: Config, block: int) -> list[str]:

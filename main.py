@@ -14,12 +14,12 @@ from torch.distributed import is_torchelastic_launched
 import config as configuration
 import pipeline
 from checkpoint import WriteError
-from config import SCHEMAS, Config, SettingError
+from config import REQUIRED, SCHEMAS, Config, SettingError
 from parallel import ProcessLost
 from train import NonFiniteLoss, Stopped
 
 store = ConfigStore.instance()
-store.store("schema", Config)
+store.store("schema", Config(sampler=REQUIRED, eval=REQUIRED))  # left open, since each has more than one schema
 for group, name, node in SCHEMAS:
     store.store(name, node, group)
 

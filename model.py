@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import config as configuration
 from config import Config
+from data import Source
 from dblock_modules import WEIGHTINGS, LevelDistribution, Partition, precondition, sample_interval, widen_log
 from hardware import Hardware
 from randomness import generator, stream_seed
@@ -315,6 +316,44 @@ class Model:
             known = labels is not None and bool(((labels >= 0) & (labels < num_classes)).all())
             configuration.require(known, f"labels must lie in 0..{num_classes - 1}")
         return RoutedDenoiser(self.objective, self.backbones, labels, scales, num_classes, self.autocast)
+
+
+def step_memory(
+    objective: Objective,
+    modules: Mapping[str, nn.Module],
+    trained: Sequence[Sequence[str]],
+    source: Source,
+    batch_size: int,
+    autocast: Callable[[], AbstractContextManager],
+) -> tuple[list[int], list[int]]:
+    """Returns the bytes that a step of each block holds.
+
+    Args:
+        modules: all parts, by name.
+        trained: the parts that a step trains, by block.
+        source: gives each step its batch.
+
+    Returns:
+        state: parameters, gradients, AdamW's moments and EMA, in float32, of the parts that the step trains.
+        activations: what autograd keeps for the backward pass of one batch, counted once per storage, without the parameters.
+    """
+    parameters = {p.untyped_storage().data_ptr() for module in modules.values() for p in module.parameters()}
+    state, activations = [], []
+    for block, names in enumerate(trained):
+        state.append(5 * sum(p.numel() * p.element_size() for name in names for p in modules[name].parameters()))
+        kept: dict[int, int] = {}
+
+        def keep(tensor: Tensor, kept: dict[int, int] = kept) -> Tensor:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        draw = Draw(block, 0, batch_size, slice(0, batch_size))
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            # the graph lives until the sum is taken, so that no storage is counted twice under one address
+            loss = objective.training_loss(modules, source.batch(block, 0, batch_size), draw, autocast())
+            activations.append(sum(count for address, count in kept.items() if address not in parameters))
+        del loss
+    return state, activations
 
 
 def part_name(block: int) -> str:

@@ -6,32 +6,154 @@ backbone of fewer layers, with its own embeddings and head.
 DiT: Peebles and Xie, arXiv 2212.09748. ViT: Dosovitskiy et al., arXiv 2010.11929.
 """
 
+import functools
 import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
-from timm.layers import Mlp, PatchEmbed
+from timm.layers import Mlp, PatchEmbed, SwiGLU
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 # Up to this many tokens PyTorch's math kernel beats its flash kernel in bf16 training on a CPU (2 to 7 times at 16 to 64).
 CPU_MATH_TOKENS = 128
+FLEX_TOKENS = 128  # FlexAttention skips what is masked in tiles of this size: below it there is nothing to skip
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None = None) -> Tensor:
     """Scaled dot-product attention by the fastest kernel for length, precision, direction and device; the only choice of it.
 
     Args:
-        q, k, v: (N, heads, T, head_dim).
+        q, k, v: (N, heads, T, head_dim); q may have fewer tokens.
+        mask: True where a query sees a key, (N or 1, 1, T_q, T_k), or FlexAttention's form of it; None: every key is seen.
 
     Returns:
-        (N, heads, T, head_dim).
+        (N, heads, T_q, head_dim).
     """
+    if isinstance(mask, BlockMask):
+        return compiled_flex_attention()(q, k, v, block_mask=mask)
     training = torch.is_grad_enabled() and q.requires_grad
     if training and q.device.type == "cpu" and q.dtype == torch.bfloat16 and q.shape[-2] <= CPU_MATH_TOKENS:
         with sdpa_kernel(SDPBackend.MATH):
-            return F.scaled_dot_product_attention(q, k, v)
-    return F.scaled_dot_product_attention(q, k, v)
+            return F.scaled_dot_product_attention(q, k, v, mask)
+    return F.scaled_dot_product_attention(q, k, v, mask)
+
+
+@functools.cache
+def compiled_flex_attention() -> Callable[..., Tensor]:
+    """Returns FlexAttention as a kernel; uncompiled it is slower than a dense mask."""
+    return torch.compile(flex_attention, dynamic=False)
+
+
+@dataclass(frozen=True)
+class Visibility:
+    """Which tokens see which, said once for every kernel. Every token sees itself, so no row of a mask is empty.
+
+    Attributes:
+        rule: `all`; `causal` (itself and what is before it); `concat`: the noisy tokens 0..T-1 and after them the clean tokens
+            0..T-1 of one text, where noisy i sees itself and clean j < i, clean i sees clean j <= i, and nothing sees another
+            noisy token (block diffusion with blocks of one token, Arriola et al., arXiv 2503.09573).
+        length: T, the tokens of the text.
+        documents: (N, T) int64: tokens see their own document alone; None: a row is one document.
+    """
+
+    rule: str
+    length: int
+    documents: Tensor | None = None
+
+    @property
+    def size(self) -> int:
+        """Tokens that are in the sequence: twice the text's for `concat`."""
+        return self.length * (2 if self.rule == "concat" else 1)
+
+    def allowed(self, row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        """Returns whether a query sees a key, for indices that broadcast; FlexAttention calls this a mask_mod."""
+        i, j = query % self.length, key % self.length
+        if self.rule == "all":
+            seen = (i >= 0) & (j >= 0)
+        elif self.rule == "causal":
+            seen = i >= j
+        else:
+            noisy_query, noisy_key = query < self.length, key < self.length
+            seen = (noisy_query & noisy_key & (i == j)) | (~noisy_key & torch.where(noisy_query, i > j, i >= j))
+        return seen if self.documents is None else seen & (self.documents[row, i] == self.documents[row, j])
+
+    def dense(self, device: torch.device | str) -> Tensor:
+        """Returns the mask, (N or 1, 1, size, size) bool."""
+        rows = torch.arange(1 if self.documents is None else len(self.documents), device=device)
+        index = torch.arange(self.size, device=device)
+        seen = self.allowed(rows[:, None, None, None], rows[:1], index[:, None], index)
+        return seen.expand(len(rows), 1, self.size, self.size)
+
+    def blocks(self, device: torch.device | str) -> BlockMask:
+        """Returns the mask in FlexAttention's form."""
+
+        def allowed(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:  # it takes functions, not methods
+            return self.allowed(row, head, query, key)
+
+        rows = None if self.documents is None else len(self.documents)
+        return create_block_mask(allowed, rows, None, self.size, self.size, device=device)
+
+    def mask(self, device: torch.device) -> Tensor | BlockMask | None:
+        """Returns the mask in the form that is fast on a device, or None where every key is seen."""
+        if self.rule == "all" and self.documents is None:
+            return None
+        return self.blocks(device) if device.type == "cuda" and self.size >= FLEX_TOKENS else self.dense(device)
+
+
+@dataclass
+class Cache:
+    """Keys and values of tokens that are decided, for every attention of one network in the order in which they run."""
+
+    entries: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # (N, heads, T, head_dim) each
+
+    def join(self, call: int, k: Tensor, v: Tensor, keep: bool) -> tuple[Tensor, Tensor]:
+        """Returns the keys and values of the attention number `call`, those of earlier tokens first; keeps them if asked to."""
+        if call < len(self.entries):
+            past_k, past_v = self.entries[call]
+            k, v = torch.cat([past_k, k], dim=2), torch.cat([past_v, v], dim=2)
+        if keep:
+            self.entries[call : call + 1] = [(k, v)]
+        return k, v
+
+
+class TokenAttention:
+    """One pass of a network over tokens: rotary positions, what sees what, and what earlier passes left in a cache.
+
+    Rotary positions: Su et al., arXiv 2104.09864.
+
+    Args:
+        positions: (T,) of the tokens of this pass.
+        mask: see `attention`; over the keys of this pass alone, so that there is none where a cache holds earlier ones.
+        keep: whether this pass's keys and values are added to the cache.
+    """
+
+    def __init__(
+        self,
+        positions: Tensor,
+        head_dim: int,
+        mask: Tensor | BlockMask | None = None,
+        cache: Cache | None = None,
+        keep: bool = False,
+    ) -> None:
+        frequencies = 1 / 10_000 ** (torch.arange(0, head_dim, 2, device=positions.device) / head_dim)
+        angles = torch.outer(positions.float(), frequencies)  # (T, head_dim/2)
+        self.cos, self.sin = angles.cos(), angles.sin()
+        self.mask, self.cache, self.keep, self.calls = mask, cache, keep, 0
+
+    def rotate(self, x: Tensor) -> Tensor:
+        a, b = x.float().chunk(2, dim=-1)  # 2 x (N, heads, T, head_dim/2)
+        return torch.cat([a * self.cos - b * self.sin, a * self.sin + b * self.cos], dim=-1).to(x.dtype)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k = self.rotate(q), self.rotate(k)
+        if self.cache is not None:
+            k, v = self.cache.join(self.calls, k, v, self.keep)
+        self.calls += 1
+        return attention(q, k, v, self.mask)  # (N, heads, T, head_dim)
 
 
 def sincos_positions(width: int, grid: int) -> Tensor:
@@ -61,15 +183,15 @@ def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
 class Attention(nn.Module):
     """Multi-head self-attention."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, bias: bool = True) -> None:
         super().__init__()
         self.heads = heads
-        self.qkv = nn.Linear(width, 3 * width)
-        self.proj = nn.Linear(width, width)
+        self.qkv = nn.Linear(width, 3 * width, bias)
+        self.proj = nn.Linear(width, width, bias)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, attend: Callable[[Tensor, Tensor, Tensor], Tensor] = attention) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # 3 x (N, heads, T, head_dim)
-        return self.proj(attention(q, k, v).transpose(1, 2).flatten(2))  # (N, T, D)
+        return self.proj(attend(q, k, v).transpose(1, 2).flatten(2))  # (N, T, D)
 
 
 class AdaLN(nn.Sequential):
@@ -130,6 +252,41 @@ class ViTLayer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.dropout(self.attention(self.norm1(x)))  # (N, T, D)
         return x + self.mlp(self.norm2(x))  # (N, T, D)
+
+
+class TokenLayer(nn.Module):
+    """A transformer layer for text: RMSNorm, rotary attention, SwiGLU, as in Llama.
+
+    With a condition, the norms' scales come from it, and a shift and a gate beside them, as in a DiT.
+
+    Args:
+        condition_width: 0 for a layer without a condition. Smaller than `width`, as in MDLM, since a condition per token costs
+            6 * width * condition_width products for each.
+        sandwich: norms after the residual sums too, which keep a recurrent state in bounds (Huginn, arXiv 2502.05171).
+    """
+
+    def __init__(self, width: int, heads: int, condition_width: int = 0, sandwich: bool = False) -> None:
+        super().__init__()
+        self.norm1 = nn.RMSNorm(width, eps=1e-6, elementwise_affine=condition_width == 0)
+        self.attention = Attention(width, heads, bias=False)
+        self.norm2 = nn.RMSNorm(width, eps=1e-6, elementwise_affine=condition_width == 0)
+        self.mlp = SwiGLU(width, swiglu_width(width), bias=False)
+        self.adaLN = AdaLN(condition_width, 6 * width) if condition_width else None
+        self.after1 = nn.RMSNorm(width, eps=1e-6) if sandwich else nn.Identity()
+        self.after2 = nn.RMSNorm(width, eps=1e-6) if sandwich else nn.Identity()
+
+    def forward(self, x: Tensor, c: Tensor | None, attend: TokenAttention) -> Tensor:
+        if self.adaLN is None:
+            x = self.after1(x + self.attention(self.norm1(x), attend))  # (N, T, D)
+            return self.after2(x + self.mlp(self.norm2(x)))  # (N, T, D)
+        shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = self.adaLN(c).chunk(6, dim=-1)  # 6 x (N, T or 1, D)
+        x = self.after1(x + gate_a * self.attention(modulate(self.norm1(x), shift_a, scale_a), attend))  # (N, T, D)
+        return self.after2(x + gate_m * self.mlp(modulate(self.norm2(x), shift_m, scale_m)))  # (N, T, D)
+
+
+def swiglu_width(width: int) -> int:
+    """Returns Llama's hidden width, 8/3 of the width so that three matrices cost what two of 4 would, up to a multiple of 32."""
+    return -(-8 * width // 96) * 32
 
 
 class LevelEmbedding(nn.Module):
