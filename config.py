@@ -115,6 +115,9 @@ class TrainConfig:
     ema_rampup: float | None = 0.05  # half-life is at most this share of the images seen
     precision: str = "auto"  # auto | fp32 | bf16
     compile: bool = False
+    activation_checkpointing: bool = False  # keep each layer's input alone and compute the rest again in the backward pass
+    offload: bool = False  # only the block in training is on the device, the others wait in pinned host memory
+    switch_every: int = 1  # steps that a block makes in a row; with offload 100 or so, since every change is a transfer
     log_every: int = 50  # steps of a block
     checkpoint_every: int = 1000  # steps of all blocks together
     sample_every: int = 1500  # steps of all blocks together; 0: never
@@ -135,6 +138,7 @@ class SamplerConfig:
     seed: int = 0
     weights: str = "ema"  # ema | raw
     format: str = "npz"  # npz | png
+    resident: str = "all"  # all | one: a block is read from its file when its levels come, and the one before is let go
 
 
 @dataclass
@@ -394,7 +398,7 @@ def validate_dit(config: Config) -> None:
 def validate_training(config: Config) -> None:
     """Refuses settings of the loop."""
     train = config.train
-    for name in ("steps", "batch_size", "log_every", "checkpoint_every"):
+    for name in ("steps", "batch_size", "log_every", "checkpoint_every", "switch_every"):
         at_least(f"train.{name}", getattr(train, name), 1)
     for name in ("sample_every", "warmup_steps", "weight_decay", "ema_half_life"):
         at_least(f"train.{name}", getattr(train, name), 0)
@@ -405,6 +409,7 @@ def validate_training(config: Config) -> None:
         len(set(owned)) == len(owned) and all(isinstance(b, int) and 0 <= b < trained_blocks(config) for b in owned),
         f"train.blocks={train.blocks} must name blocks of 0..{trained_blocks(config) - 1}, each once",
     )
+    require(not train.offload or len(owned) > 1, "train.offload=true has nothing to offload in a job that trains one block")
     one_of("train.block_order", train.block_order, ("shuffled", "sequential", "uniform"))
     one_of("train.block_probability", train.block_probability, ("uniform", "mass"))
     one_of("train.schedule", train.schedule, ("constant", "cosine"))
@@ -428,6 +433,7 @@ def validate_sampling(config: Config) -> None:
     one_of("sampler.schedule", sampler.schedule, ("karras", "equi_probability", "per_block"))
     one_of("sampler.weights", sampler.weights, ("ema", "raw"))
     one_of("sampler.format", sampler.format, ("npz", "png"))
+    one_of("sampler.resident", sampler.resident, ("all", "one"))
     for name in ("steps", "num_images", "batch_size"):
         at_least(f"sampler.{name}", getattr(sampler, name), 1)
     require(sampler.rho > 0, f"sampler.rho={sampler.rho} must be above 0")
@@ -453,6 +459,8 @@ def trained_identity(config: Config) -> dict[str, Any]:
     kept = {key: plain[key] for key in TRAINED}
     for group, key in (("data", "cache"), ("train", "log_every"), ("train", "checkpoint_every"), ("train", "sample_every")):
         del kept[group][key]
+    for key in ("activation_checkpointing", "offload", "switch_every"):  # where and when, not what: the same bits
+        del kept["train"][key]
     return kept
 
 

@@ -5,6 +5,7 @@ The pipeline calls these functions for a DiT; another kind of model brings its o
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import sampler
 from config import Config, SamplerConfig, digest, require
 from data import BatchSource, ImageData
 from hardware import Hardware
-from model import Model, build_model, build_objective
+from model import Model, OneResident, build_model, build_objective
 
 GRID_IMAGES = 40  # of the pictures that are drawn during training
 
@@ -73,7 +74,7 @@ def plot_partition(config: Config, path: Path) -> None:
     plots.plot_partition(objective.distribution, objective.partition.edges, intervals, path)
 
 
-def preview(config: Config, modules: dict[str, nn.Module], scale: float, hardware: Hardware, path: Path) -> None:
+def preview(config: Config, modules: Mapping[str, nn.Module] | OneResident, scale: float, hardware: Hardware, path: Path) -> None:
     """Draws a few samples of a model in training."""
     model = build_model(config, modules, scale, hardware)
     images, _ = sampler.sample_images(model, dataclasses.replace(config.sampler, num_images=GRID_IMAGES))

@@ -1,5 +1,8 @@
 """The machine: device, threads, precision. The only place where numerics are switched."""
 
+import importlib.util
+import os
+import shutil
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -36,6 +39,13 @@ def has_bf16(device: torch.device) -> bool:
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     return device.type == "cpu" and (torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported())
+
+
+def has_compiler(device: torch.device) -> bool:
+    """Returns whether torch.compile finds what it compiles kernels with: Triton for a GPU, a C++ compiler for a CPU."""
+    if device.type == "cuda":
+        return importlib.util.find_spec("triton") is not None
+    return shutil.which(os.environ.get("CXX", "g++")) is not None
 
 
 def set_up(device: str, precision: str, threads: int | None) -> Hardware:

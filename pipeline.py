@@ -6,7 +6,7 @@ What is particular to a kind of model (its data, samples and scores) is in a mod
 import contextlib
 import dataclasses
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ import train as training
 from config import Config, SettingError, require
 from data import ImageData
 from hardware import Hardware
-from model import build_objective, part_name
+from model import OneResident, build_objective, part_name
 
 # By model.name: the module that knows what this kind of model is for.
 KINDS = {"dit": generation}
@@ -35,7 +35,7 @@ def run(config: Config) -> Path:
     """
     folder = configuration.run_folder(config)
     hardware = machine.set_up(config.device, config.train.precision, config.threads)
-    check(config, folder)
+    check(config, folder, hardware)
     with checkpoint.locked(folder):
         if config.mode == "merge":
             merge(config, folder)
@@ -50,8 +50,10 @@ def run(config: Config) -> Path:
     return folder
 
 
-def check(config: Config, folder: Path) -> None:
-    """Refuses what cannot work as far as it can be known without work: data, folder, features, checkpoint."""
+def check(config: Config, folder: Path, hardware: Hardware) -> None:
+    """Refuses what cannot work as far as it can be known without work: machine, data, folder, features, checkpoint."""
+    if config.mode in ("run", "train"):
+        training.check(config, hardware)
     if config.mode in ("sample", "evaluate"):
         require(
             checkpoint.read_run(folder) is not None,
@@ -98,7 +100,7 @@ def train(config: Config, data: ImageData, folder: Path, hardware: Hardware) -> 
     configuration.save_config(config, folder / "config.yaml")
     kind.plot_partition(config, folder / "plots" / "partition.png")
 
-    def draw_grid(modules: dict[str, nn.Module], path: Path) -> None:
+    def draw_grid(modules: Mapping[str, nn.Module] | OneResident, path: Path) -> None:
         kind.preview(config, modules, data.scale, hardware, path)
 
     with reporter(config, folder) as report:
@@ -131,7 +133,7 @@ def use(config: Config, data: ImageData, folder: Path, hardware: Hardware) -> No
         print(f"trained {', '.join(run_file['parts'])}; mode=merge joins it with {', '.join(missing)}")
         return
     require(not missing, f"{folder} lacks {', '.join(missing)}: join the blocks' runs by mode=merge first")
-    model = checkpoint.load_model(folder, config.sampler.weights, str(hardware.device))
+    model = checkpoint.load_model(folder, config.sampler.weights, str(hardware.device), resident=config.sampler.resident)
     weights = weights_protocol(config, run_file)
     if config.mode == "sample":
         print(f"samples: {kind.sample(config, model, weights, folder, config.sampler)}")

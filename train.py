@@ -4,6 +4,7 @@ A block's steps do not depend on when other blocks make theirs: rate, EMA and ev
 the order of the steps is a matter of taste, a job may train some blocks alone, and a resumed run is the same run.
 """
 
+import functools
 import json
 import math
 import signal
@@ -26,8 +27,8 @@ import plots
 from checkpoint import Part
 from config import Config, TrainConfig
 from data import Source
-from hardware import Hardware
-from model import Draw, Objective, build_module, part_name, trained_parts
+from hardware import Hardware, has_compiler
+from model import Draw, Objective, OneResident, build_module, part_name, trained_parts
 from randomness import stream_seed
 
 
@@ -82,6 +83,17 @@ def update_order(seed: int, order: str, probabilities: list[float], total: int) 
     return blocks[np.argsort(np.concatenate(times), kind="stable")]
 
 
+def in_runs(order: np.ndarray, length: int) -> np.ndarray:
+    """Returns the same steps with each block's in runs of `length`; a run stands where its first step stood, (total,) int64."""
+    made: dict[int, int] = defaultdict(int)
+    first: dict[tuple[int, int], int] = {}
+    positions = []
+    for position, block in enumerate(order.tolist()):
+        positions.append(first.setdefault((block, made[block] // length), position))
+        made[block] += 1
+    return order[np.argsort(positions, kind="stable")]
+
+
 def block_shares(settings: TrainConfig, objective: Objective) -> list[float]:
     """Returns each block's share of the steps: equal, or in proportion to its mass under the training distribution."""
     if settings.block_probability == "mass":
@@ -111,10 +123,36 @@ def ema_decay(settings: TrainConfig, step: int) -> float:
 # A part and its step
 
 
+def check(config: Config, hardware: Hardware) -> None:
+    """Refuses what this machine, or this kind of model, cannot do.
+
+    Raises:
+        SettingError: offload without a device, compilation without a compiler, checkpointing of a model that has none.
+    """
+    settings = config.train
+    configuration.require(
+        not settings.offload or hardware.device.type != "cpu",
+        "train.offload=true moves blocks between a device and the host, and this run computes on the CPU: leave it out",
+    )
+    configuration.require(
+        not settings.compile or has_compiler(hardware.device),
+        f"train.compile=true finds no compiler for {hardware.device} (g++ or CXX for a CPU, Triton for a GPU): leave it out",
+    )
+    if settings.activation_checkpointing:
+        with torch.device("meta"):
+            module = build_module(config, part_name(configuration.owned_blocks(config)[0]))
+        configuration.require(
+            hasattr(module, "checkpointing"),
+            f"train.activation_checkpointing=true is not there for model={config.model.name}: leave it out",
+        )
+
+
 def build_part(config: Config, name: str, device: torch.device) -> Part:
     """Returns a part at its start, with gradients, EMA and optimizer of its own."""
     module = build_module(config, name).to(device)
     settings = config.train
+    if settings.activation_checkpointing:
+        module.checkpointing = True
     optimizer = torch.optim.AdamW(
         module.parameters(),
         lr=settings.learning_rate,
@@ -123,6 +161,32 @@ def build_part(config: Config, name: str, device: torch.device) -> Part:
         fused=True,
     )
     return Part(module, {name: value.detach().clone() for name, value in module.named_parameters()}, optimizer)
+
+
+def place(part: Part, device: torch.device) -> None:
+    """Moves all that a part holds between two steps; what comes from a GPU to the host is pinned there."""
+
+    def moved(value: Tensor) -> Tensor:
+        if value.device.type == "cuda" and device.type == "cpu":
+            return torch.empty_like(value, device=device, pin_memory=True).copy_(value, non_blocking=True)
+        return value.to(device, non_blocking=True)
+
+    for tensor in (*part.module.parameters(), *part.module.buffers()):
+        tensor.data = moved(tensor.data)
+    part.ema.update({name: moved(value) for name, value in part.ema.items()})
+    for state in part.optimizer.state.values():
+        state.update({key: moved(value) for key, value in state.items()})
+
+
+def make_resident(parts: Mapping[str, Part], names: Sequence[str], device: torch.device) -> None:
+    """Leaves these parts alone on the device, the others on the host."""
+    for name, part in parts.items():
+        if name not in names:
+            place(part, torch.device("cpu"))
+    for name in names:
+        place(parts[name], device)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # the host may read what came to it, for a checkpoint
 
 
 def train_step(
@@ -246,13 +310,17 @@ def describe(config: Config, fingerprint: str, scale: float, hardware: Hardware,
     }
 
 
-def ema_modules(config: Config, parts: Mapping[str, Part], device: torch.device) -> dict[str, nn.Module]:
-    """Returns modules with the parts' EMA weights as they are now."""
-    modules = {}
-    for name, part in parts.items():
-        modules[name] = build_module(config, name).to(device).eval()
-        modules[name].load_state_dict(part.ema, strict=False)  # buffers are not averaged
-    return modules
+def ema_modules(config: Config, parts: Mapping[str, Part], device: torch.device) -> dict[str, nn.Module] | OneResident:
+    """Returns modules with the parts' EMA weights as they are now; with offload, one block's at a time."""
+
+    def build(name: str) -> nn.Module:
+        module = build_module(config, name).to(device).eval()
+        module.load_state_dict(parts[name].ema, strict=False)  # buffers are not averaged
+        return module
+
+    if config.train.offload:
+        return OneResident(configuration.owned_blocks(config), lambda block: build(part_name(block)))
+    return {name: build(name) for name in parts}
 
 
 def train(
@@ -262,7 +330,7 @@ def train(
     folder: Path,
     hardware: Hardware,
     description: dict[str, Any],
-    draw_grid: Callable[[dict[str, nn.Module], Path], None],
+    draw_grid: Callable[[dict[str, nn.Module] | OneResident, Path], None],
     on_row: Callable[[dict[str, Any]], None],
 ) -> None:
     """Trains the job's blocks to their last step, from the checkpoint in `folder` if there is one.
@@ -282,7 +350,7 @@ def train(
     total = configuration.total_steps(config)
     shares = block_shares(settings, objective)
     steps = update_counts(config.seed, settings.block_order, shares, total)
-    order = update_order(config.seed, settings.block_order, shares, total)
+    order = in_runs(update_order(config.seed, settings.block_order, shares, total), settings.switch_every)
     owned = configuration.owned_blocks(config)
     trained = {block: trained_parts(config, block) for block in owned}
 
@@ -290,7 +358,11 @@ def train(
     if run is not None and all(run["parts"][part_name(block)]["step"] == steps[block] for block in owned):
         return  # finished
     names = sorted({name for block in owned for name in trained[block]})
-    parts = {name: build_part(config, name, hardware.device) for name in names}
+    parts: dict[str, Part] = {}
+    for name in names:
+        parts[name] = build_part(config, name, hardware.device)
+        if settings.offload:
+            place(parts[name], torch.device("cpu"))
     if run is not None:
         for name, part in parts.items():
             checkpoint.restore(folder, run, name, part)
@@ -300,7 +372,9 @@ def train(
                 made <= steps[block],
                 f"train.steps={settings.steps}: the checkpoint in {folder} has made {made} steps of block {block} already",
             )
-    modules = {name: torch.compile(part.module) if settings.compile else part.module for name, part in parts.items()}
+    # Compiled, blocks of one shape share one graph; a batch's rest in micro-batches has a graph of its own.
+    compiled = functools.partial(torch.compile, dynamic=False)
+    modules = {name: compiled(part.module) if settings.compile else part.module for name, part in parts.items()}
     metrics = Metrics(folder / "metrics.jsonl", {block: parts[part_name(block)].step for block in owned}, on_row)
 
     def write_metrics(block: int) -> float | None:
@@ -325,6 +399,8 @@ def train(
     bar = tqdm(total=done + len(todo), initial=done, unit="step", desc="training", disable=not config.log.progress)
     with stop_signals() as stop, bar:
         for index, block in enumerate(todo):
+            if settings.offload and (index == 0 or block != todo[index - 1]):
+                make_resident(parts, trained[block], hardware.device)
             own = [parts[name] for name in trained[block]]
             loss = train_step(settings, objective, source, modules, own, block, steps[block], hardware)
             if index + 1 < len(todo):

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from timm.layers import Mlp, PatchEmbed
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
 # In bf16 on a CPU (AVX512-BF16, one thread) plain products beat PyTorch's flash kernel at every length: in training 8 times at 16
 # tokens, 3 at 256, 1.3 at 1,024; in inference 1.7, 2.3 and 1.1. Up to 32 tokens its math kernel trains as fast and, since it
@@ -139,6 +140,8 @@ class DiT(nn.Module):
         num_classes: 0 for an unconditional model; label `num_classes` is the null class of guidance.
     """
 
+    checkpointing = False  # whether a layer's input alone is kept for the backward pass, and the rest computed again
+
     def __init__(
         self, *, channels: int, size: int, patch_size: int, depth: int, width: int, heads: int, num_classes: int
     ) -> None:
@@ -181,7 +184,7 @@ class DiT(nn.Module):
             c = c + self.label(condition)  # (N, D)
         c = c[:, None]  # (N, 1, D)
         for layer in self.layers:
-            x = layer(x, c)  # (N, T, D)
+            x = checkpoint(layer, x, c, use_reentrant=False) if self.checkpointing else layer(x, c)  # (N, T, D)
         return self.unpatchify(self.head(x, c))  # (N, C, H, W)
 
     def unpatchify(self, x: Tensor) -> Tensor:
