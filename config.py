@@ -188,18 +188,19 @@ class Config:
     eval: EvalConfig = field(default_factory=EvalConfig)
     log: LogConfig = field(default_factory=LogConfig)
     merge: MergeConfig = field(default_factory=MergeConfig)
-    mode: str = "run"  # run (train, sample and evaluate) | train | sample | evaluate | merge
+    mode: str = "run"  # run (train, sample and evaluate) | train | sample | evaluate | merge | profile | plan
     seed: int = 0
     out: str = "runs"  # runs are folders in here
     folder: str | None = None  # the run's folder; null: named by data, method and a hash of what is trained
     device: str = "auto"  # auto | cpu | cuda | cuda:1 ...
     threads: int | None = None  # CPU threads; null: PyTorch's choice
+    memory: str | None = None  # for mode=plan: what a device has, such as 8GiB
 
 
 # Hydra's schema nodes: (group, name, dataclass); a file of the group names its node in its defaults list.
 SCHEMAS = [("data", "images", DataConfig), ("model", "dit", ModelConfig), ("objective", "edm_levels", ObjectiveConfig)]
 
-MODES = ("run", "train", "sample", "evaluate", "merge")
+MODES = ("run", "train", "sample", "evaluate", "merge", "profile", "plan")
 # depth, width, heads (DiT's table 1; `digits` is ours)
 SIZES = {"digits": (12, 64, 2), "S": (12, 384, 6), "B": (12, 768, 12), "L": (24, 1024, 16), "XL": (28, 1152, 16)}
 
@@ -352,6 +353,10 @@ def validate(config: Config) -> None:
     one_of("log.wandb", config.log.wandb, ("off", "offline", "online"))
     if config.threads is not None:
         at_least("threads", config.threads, 1)
+    require(
+        (config.memory is not None) == (config.mode == "plan"),
+        f"memory={config.memory} and mode=plan belong together, as in mode=plan memory=8GiB",
+    )
     if config.mode == "merge":
         require(len(config.merge.runs) >= 1, "merge.runs is empty: name the folders to join, merge.runs=[runs/a,runs/b]")
         require(config.train.blocks == "all", "mode=merge makes the whole model: leave train.blocks=all")
@@ -476,6 +481,8 @@ def run_folder(config: Config) -> Path:
     """
     if config.folder is not None:
         return Path(config.folder)
+    if config.mode in ("profile", "plan"):
+        return Path(config.out) / f"{config.mode}_{config.data.name}_{digest([trained_identity(config), config.memory])}"
     blocks = "" if config.method.name == "end_to_end" else f"_{config.partition.num_blocks}"
     return Path(config.out) / f"{config.data.name}_{config.method.name}{blocks}_{digest(trained_identity(config))}"
 

@@ -5,10 +5,12 @@ The pipeline calls these functions for a DiT; another kind of model brings its o
 
 import dataclasses
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -19,7 +21,8 @@ import sampler
 from config import Config, SamplerConfig, digest, require
 from data import BatchSource, ImageData
 from hardware import Hardware
-from model import Model, OneResident, build_model, build_objective
+from image_sets import Split
+from model import Model, OneResident, build_model, build_objective, part_name
 
 GRID_IMAGES = 40  # of the pictures that are drawn during training
 
@@ -65,6 +68,26 @@ def load(config: Config) -> ImageData:
 def source(config: Config, data: ImageData, device: torch.device) -> BatchSource:
     """Returns what gives each training step its batch."""
     return BatchSource(data, device, seed=config.seed)
+
+
+def stand_in(config: Config) -> ImageData:
+    """Returns random images of the data's shape, for measurements that do not depend on what they show."""
+    generator = np.random.default_rng(0)
+    shape = (2 * config.train.batch_size, config.data.channels, config.data.size, config.data.size)
+    images = generator.integers(0, 256, shape, dtype=np.uint8)
+    split = Split(images, generator.integers(0, max(config.data.num_classes, 1), len(images)))
+    return ImageData("random", split, split, config.data.num_classes, config.data.scale or 1.0, "", config.data.flip)
+
+
+def one_evaluation(config: Config, block: int, module: nn.Module, hardware: Hardware) -> Callable[[], Tensor]:
+    """Returns what runs a block's denoiser once, as sampling does, for as many samples as a training step has."""
+    model = build_model(config, {part_name(block): module}, 1.0, hardware)
+    size = config.train.batch_size
+    labels = torch.zeros(size, dtype=torch.int64, device=hardware.device) if config.data.num_classes else None
+    denoise = model.denoiser(labels, config.sampler.guidance)
+    sigma = math.sqrt(math.prod(model.objective.partition.interval(block)))
+    z = torch.randn(size, *model.shape, device=hardware.device)
+    return torch.inference_mode()(lambda: denoise(z, sigma))
 
 
 def plot_partition(config: Config, path: Path) -> None:

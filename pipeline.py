@@ -17,6 +17,7 @@ import config as configuration
 import evaluation
 import generation
 import hardware as machine
+import profiling
 import train as training
 from config import Config, SettingError, require
 from data import ImageData
@@ -35,6 +36,9 @@ def run(config: Config) -> Path:
     """
     folder = configuration.run_folder(config)
     hardware = machine.set_up(config.device, config.train.precision, config.threads)
+    if config.mode in ("profile", "plan"):
+        cost(config, folder, hardware)
+        return folder
     check(config, folder, hardware)
     with checkpoint.locked(folder):
         if config.mode == "merge":
@@ -48,6 +52,17 @@ def run(config: Config) -> Path:
         if config.mode in ("run", "sample", "evaluate"):
             use(config, data, folder, hardware)
     return folder
+
+
+def cost(config: Config, folder: Path, hardware: Hardware) -> None:
+    """Measures what training and sampling cost, or predicts what fits a memory."""
+    kind = KINDS[config.model.name]
+    require(hasattr(kind, "stand_in"), f"mode={config.mode} is not there for model={config.model.name}")
+    print(f"{folder}: {hardware.precision} on {hardware.device}, {hardware.threads} threads")
+    if config.mode == "profile":
+        profiling.profile(config, kind, hardware, folder)
+    else:
+        profiling.plan(config, kind, hardware, folder)
 
 
 def check(config: Config, folder: Path, hardware: Hardware) -> None:
