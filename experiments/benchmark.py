@@ -31,11 +31,11 @@ import main
 import profiling
 from config import Config
 from evaluation import environment
+from experiments.naive import naive_step
 from hardware import Hardware
 from model import RoutedDenoiser, build_model, build_module, part_name
 from profiling import ROUNDS, Job, interleaved, make_job, variant
 from sampler import euler, image_noise, model_schedule
-from tests.naive import naive_step
 
 RECORDS = Path(__file__).resolve().parent / "records" / "benchmark.csv"
 COLUMNS = ("measurement", "name", "value", "bound", "passed", "note", "seconds")
@@ -227,7 +227,7 @@ def compiled(hardware: Hardware) -> Iterator[Row]:
 
 
 def naive(hardware: Hardware) -> Iterator[Row]:
-    """Time of the naive loop's step (tests/naive.py) over ours, with the same layers and precision, 3 blocks."""
+    """Time of the naive loop's step (experiments/naive.py) over ours, with the same layers and precision, 3 blocks."""
     config = variant(settings("digits"), 3)
     job = make_job(config, generation, hardware)
     images = generation.stand_in(dataclasses.replace(config, train=dataclasses.replace(config.train, batch_size=720))).train

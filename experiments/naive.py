@@ -42,17 +42,18 @@ def naive_step(
     batches = endless(DataLoader(Images(images, labels), batch_size, shuffle=True, num_workers=2, persistent_workers=True))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
     ema = copy.deepcopy(model)
+    random = np.random.default_rng(0)
     layers = list(model.layers)
     size = len(layers) // num_blocks
     q = norm.cdf([(np.log(edge) + 1.2) / 1.2 for edge in (0.002, 80)])
 
     def step() -> None:
-        block = np.random.randint(num_blocks)
+        block = random.integers(num_blocks)
         for index, layer in enumerate(layers):
             layer.requires_grad_(index // size == block)
         x, y = next(batches)
         edges = np.linspace(*q, num_blocks + 1)[num_blocks - block - 1 :][:2]
-        sigma = torch.tensor(np.exp(-1.2 + 1.2 * norm.ppf(np.random.uniform(*edges, len(x)))), dtype=torch.float32)
+        sigma = torch.tensor(np.exp(-1.2 + 1.2 * norm.ppf(random.uniform(*edges, len(x)))), dtype=torch.float32)
         s = sigma.view(-1, 1, 1, 1)
         z = x + s * torch.randn_like(x)
         y = torch.where(torch.rand(len(y)) < 0.1, 10, y)
