@@ -220,14 +220,14 @@ def train_step(
         loss.backward()
         total += loss.detach()
     for part in trained:
+        (group,) = part.optimizer.param_groups
         if settings.clip_norm is not None:
-            nn.utils.clip_grad_norm_(part.module.parameters(), settings.clip_norm)
-        for group in part.optimizer.param_groups:
-            group["lr"] = learning_rate(settings, step, steps)
+            nn.utils.clip_grad_norm_(group["params"], settings.clip_norm)
+        group["lr"] = learning_rate(settings, step, steps)
         part.optimizer.step()
         part.optimizer.zero_grad(set_to_none=True)
         with torch.no_grad():
-            torch._foreach_lerp_(list(part.ema.values()), list(part.module.parameters()), 1 - ema_decay(settings, part.step))
+            torch._foreach_lerp_(list(part.ema.values()), group["params"], 1 - ema_decay(settings, part.step))
         part.step += 1
     trained[0].seconds += time.perf_counter() - started
     return total

@@ -53,7 +53,8 @@ TRAINING = {"dit_s2": {2: 1.03, 3: 1.03, 4: 1.03, 6: 1.08}, "digits": {2: 1.08, 
 SAMPLING = {"dit_s2": (0.95, 8), "digits": (0.88, 64)}
 SAMPLING_BLOCKS = (2, 3, 4)
 SAMPLING_STEPS = 12  # a multiple of each of these
-# Upper bounds of num_blocks x training state of a block's job / that of the end-to-end job.
+# Upper bounds of num_blocks x whole training state of a block's job / that of the end-to-end job: parameters, gradients,
+# optimizer, EMA and activations.
 STATE = {2: 1.05, 3: 1.05, 4: 1.05, 6: 1.09}
 ACTIVATIONS = 1.02  # the same for activations, without those of embeddings and head
 OUTSIDE = {"dit_s2": 0.05, "digits": 0.12}  # upper bounds of a step's share outside forward, backward and optimizer
@@ -117,7 +118,9 @@ def memory(hardware: Hardware) -> Iterator[Row]:
         held = profiling.bytes_of([*parameters, *parameters, *state, *job.part.ema.values()])  # twice: gradients
         found[blocks] = held, profiling.activation_bytes(job)
     for blocks, bound in STATE.items():
-        yield Row(f"state/dit_s2/{blocks}", blocks * found[blocks][0] / found[1][0], f"<= {bound}")
+        whole = blocks * sum(found[blocks]) / sum(found[1])
+        note = f"{blocks * found[blocks][0] / found[1][0]:.4f} without activations"
+        yield Row(f"state/dit_s2/{blocks}", whole, f"<= {bound}", note)
     for blocks in STATE:
         share = blocks * (found[blocks][1] - ends) / found[1][1]
         note = f"{found[blocks][1] / 2**20:.0f} of {found[1][1] / 2**20:.0f} MiB, {ends / 2**20:.0f} of it embeddings and head"

@@ -50,7 +50,7 @@ def naive_step(
     def step() -> None:
         block = random.integers(num_blocks)
         for index, layer in enumerate(layers):
-            layer.requires_grad_(index // size == block)
+            layer.requires_grad_(bool(index // size == block))
         x, y = next(batches)
         edges = np.linspace(*q, num_blocks + 1)[num_blocks - block - 1 :][:2]
         sigma = torch.tensor(np.exp(-1.2 + 1.2 * norm.ppf(random.uniform(*edges, len(x)))), dtype=torch.float32)
