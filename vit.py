@@ -178,7 +178,7 @@ class DiT(nn.Module):
             c_noise: (N,).
             condition: labels, (N,) int64; None for an unconditional model.
         """
-        x = self.patches(x) + self.positions  # (N, T, D)
+        x = self.patches(x).contiguous() + self.positions  # (N, T, D); a convolution leaves D outermost, which slows every layer
         c = self.level(c_noise)  # (N, D)
         if self.label is not None:
             c = c + self.label(condition)  # (N, D)
