@@ -30,7 +30,7 @@ from config import SettingError, require
 from files import checksum, differences, write_atomically
 from hardware import set_up
 from kinds import build_model, build_module
-from model import Model, part_name
+from model import Model, OneResident, part_name
 
 FORMAT = 1
 SEPARATOR = "/"  # raw/<parameter>, ema/<parameter>
@@ -252,12 +252,15 @@ def restore(folder: Path, run: dict[str, Any], name: str, part: Part) -> None:
     part.step, part.seconds = run["parts"][name]["step"], run["parts"][name]["seconds"]
 
 
-def load_model(folder: str | Path, weights: str = "ema", device: str = "auto", blocks: list[int] | None = None) -> Model:
+def load_model(
+    folder: str | Path, weights: str = "ema", device: str = "auto", blocks: list[int] | None = None, resident: str = "all"
+) -> Model:
     """Loads a trained model from a run's folder.
 
     Args:
         weights: `ema` or `raw`.
         blocks: the blocks to load; no file of another is read. None: all that the run holds.
+        resident: `all`: every block is loaded; `one`: a block is read when it is used, and the one before is let go.
 
     Raises:
         SettingError: no checkpoint there, a file that was changed, or a block that the run does not hold.
@@ -266,15 +269,24 @@ def load_model(folder: str | Path, weights: str = "ema", device: str = "auto", b
     run = read_run(folder)
     require(run is not None, f"{folder} holds no checkpoint: train first, or give the folder of a run")
     config = configuration.load_config(folder / "config.yaml")
+    configuration.require_dit(config, "resident=one", resident == "one")
     hardware = set_up(device, run["machines"][-1]["precision"], None)
-    modules = {}
-    for name in run["parts"] if blocks is None else map(part_name, blocks):
+
+    def load(name: str) -> nn.Module:
         tensors = load_weights(folder, run, name, "raw")
         if weights == "ema":
             tensors |= load_weights(folder, run, name, "ema")  # buffers are not averaged
-        modules[name] = build_module(config, name).eval()
-        modules[name].load_state_dict(tensors)
-        modules[name].to(hardware.device)
+        module = build_module(config, name).eval()
+        module.load_state_dict(tensors)
+        return module.to(hardware.device)
+
+    names = list(run["parts"]) if blocks is None else [part_name(block) for block in blocks]
+    for name in names:
+        require(name in run["parts"], f"{folder} holds {', '.join(run['parts'])}, not {name}")
+    if resident == "one":
+        modules = OneResident([int(name.removeprefix("block_")) for name in names], lambda block: load(part_name(block)))
+    else:
+        modules = {name: load(name) for name in names}
     return build_model(config, modules, run["data"]["scale"], hardware)
 
 
