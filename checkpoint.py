@@ -1,6 +1,7 @@
 """Checkpoints made of named parts: save, load, resume, merge.
 
     run.json                          what the run is, and which generation holds, with a checksum per file
+    <generation>/run.json             its copy, from which it is restored where it is missing
     <generation>/<part>.safetensors   weights, raw and EMA
     <generation>/<part>.optimizer.pt  optimizer state
 
@@ -30,7 +31,7 @@ from config import SettingError, require
 from files import checksum, differences, write_atomically
 from hardware import set_up
 from kinds import build_model, build_module
-from model import Model, part_name
+from model import Model, OneResident, part_name
 
 FORMAT = 1
 SEPARATOR = "/"  # raw/<parameter>, ema/<parameter>
@@ -79,7 +80,7 @@ def check_folder(folder: Path) -> None:
         )
         top = folder / "checkpoint"
         require(
-            not top.exists() or (top / "run.json").exists() or not any(path.suffix != ".tmp" for path in top.iterdir()),
+            read_run(folder) is not None or not any(top.glob("*[0-9]/*.safetensors")),
             f"{top} holds weights but no run.json that names them: put it back, or set folder= to a new one",
         )
 
@@ -115,12 +116,17 @@ def locked(folder: Path, wait: bool = False) -> Iterator[None]:
 def read_run(folder: Path) -> dict[str, Any] | None:
     """Returns a run's run.json, or None where there is no checkpoint yet.
 
+    Where it is missing (the first save was cut off just before it, or it was lost) the copy in a generation speaks for it.
+
     Raises:
         SettingError: the file is not one that this code wrote.
     """
     path = folder / "checkpoint" / "run.json"
     if not path.exists():
-        return None
+        copies = [copy for copy in folder.glob("checkpoint/*/run.json") if copy.parent.suffix != ".tmp"]
+        if not copies:
+            return None
+        path = max(copies)
     try:
         run = json.loads(path.read_text())
         known = run["format"] == FORMAT
@@ -203,8 +209,10 @@ def commit_generation(folder: Path, temporary: Path, description: dict[str, Any]
     """Makes a generation that was written whole under `<name>.tmp` the one that holds."""
     top = folder / "checkpoint"
     generation = temporary.name.removesuffix(".tmp")
+    text = json.dumps({"format": FORMAT, "generation": generation, **description}, indent=1) + "\n"
+    write_atomically(temporary / "run.json", text)
     os.rename(temporary, top / generation)
-    write_atomically(top / "run.json", json.dumps({"format": FORMAT, "generation": generation, **description}, indent=1) + "\n")
+    write_atomically(top / "run.json", text)
     for other in top.iterdir():
         if other.is_dir() and other.name != generation:
             shutil.rmtree(other, ignore_errors=True)
@@ -252,12 +260,15 @@ def restore(folder: Path, run: dict[str, Any], name: str, part: Part) -> None:
     part.step, part.seconds = run["parts"][name]["step"], run["parts"][name]["seconds"]
 
 
-def load_model(folder: str | Path, weights: str = "ema", device: str = "auto", blocks: list[int] | None = None) -> Model:
+def load_model(
+    folder: str | Path, weights: str = "ema", device: str = "auto", blocks: list[int] | None = None, resident: str = "all"
+) -> Model:
     """Loads a trained model from a run's folder.
 
     Args:
         weights: `ema` or `raw`.
         blocks: the blocks to load; no file of another is read. None: all that the run holds.
+        resident: `all`: every block is loaded; `one`: a block is read when it is used, and the one before is let go.
 
     Raises:
         SettingError: no checkpoint there, a file that was changed, or a block that the run does not hold.
@@ -266,15 +277,24 @@ def load_model(folder: str | Path, weights: str = "ema", device: str = "auto", b
     run = read_run(folder)
     require(run is not None, f"{folder} holds no checkpoint: train first, or give the folder of a run")
     config = configuration.load_config(folder / "config.yaml")
+    configuration.require_dit(config, "resident=one", resident == "one")
     hardware = set_up(device, run["machines"][-1]["precision"], None)
-    modules = {}
-    for name in run["parts"] if blocks is None else map(part_name, blocks):
+
+    def load(name: str) -> nn.Module:
         tensors = load_weights(folder, run, name, "raw")
         if weights == "ema":
             tensors |= load_weights(folder, run, name, "ema")  # buffers are not averaged
-        modules[name] = build_module(config, name).eval()
-        modules[name].load_state_dict(tensors)
-        modules[name].to(hardware.device)
+        module = build_module(config, name).eval()
+        module.load_state_dict(tensors)
+        return module.to(hardware.device)
+
+    names = list(run["parts"]) if blocks is None else [part_name(block) for block in blocks]
+    for name in names:
+        require(name in run["parts"], f"{folder} holds {', '.join(run['parts'])}, not {name}")
+    if resident == "one":
+        modules = OneResident([int(name.removeprefix("block_")) for name in names], lambda block: load(part_name(block)))
+    else:
+        modules = {name: load(name) for name in names}
     return build_model(config, modules, run["data"]["scale"], hardware)
 
 

@@ -275,6 +275,9 @@ class TrainConfig:
     compile: bool = False
     parallel: str | None = None  # several processes: blocks (each its share of them) | data (all on one, rows of its batch)
     shard: bool = False  # of processes that share a block: each holds a share of its parameters (FSDP2)
+    activation_checkpointing: bool = False  # keep each layer's input alone and compute the rest again in the backward pass
+    offload: bool = False  # only the block in training is on the device, the others wait in pinned host memory
+    switch_every: int = 1  # steps that a block makes in a row; with offload 100 or so, since every change is a transfer
     log_every: int = 50  # steps of a block
     checkpoint_every: int = 1000  # steps of all blocks together
     sample_every: int = 1500  # steps of all blocks together; 0: never
@@ -296,6 +299,7 @@ class SamplerConfig:
     seed: int = 0
     weights: str = "ema"  # ema | raw
     format: str = "npz"  # npz | png
+    resident: str = "all"  # all | one: a block is read from its file when its levels come, and the one before is let go
 
 
 @dataclass
@@ -390,12 +394,13 @@ class Config:
     eval: Any = field(default_factory=EvalConfig)
     log: LogConfig = field(default_factory=LogConfig)
     merge: MergeConfig = field(default_factory=MergeConfig)
-    mode: str = "run"  # run (train, sample and evaluate) | train | sample | evaluate | merge | encode
+    mode: str = "run"  # run (train, sample and evaluate) | train | sample | evaluate | merge | encode | profile | plan
     seed: int = 0
     out: str = "runs"  # runs are folders in here
     folder: str | None = None  # the run's folder; null: named by data, method and a hash of what is trained
     device: str = "auto"  # auto | cpu | cuda | cuda:1 ...
     threads: int | None = None  # CPU threads; null: PyTorch's choice
+    memory: str | None = None  # for mode=plan: what a device has, such as 8GiB
 
 
 # Hydra's schema nodes: (group, name, dataclass); a file of the group names its node in its defaults list.
@@ -420,7 +425,7 @@ SCHEMAS = [
 ]
 LANGUAGE_MODELS = ("transformer", "recurrent")  # by model.name
 
-MODES = ("run", "train", "sample", "evaluate", "merge", "encode")
+MODES = ("run", "train", "sample", "evaluate", "merge", "encode", "profile", "plan")
 LATENTS = ("imagenet256_latents",)  # data sets that are encoded first
 # depth, width, heads (`S` to `XL`: DiT's table 1; `paper`: the ViT of DiffusionBlocks; `digits` is ours)
 SIZES = {
@@ -452,6 +457,11 @@ def at_least(name: str, value: float, low: float) -> None:
     """Raises SettingError unless the value is a finite number of at least `low`."""
     require(math.isfinite(value), f"{name}={value} must be a finite number")
     require(value >= low, f"{name}={value} must be at least {low:g}")
+
+
+def require_dit(config: Config, setting: str, asked: bool) -> None:
+    """Refuses a setting that was asked for and that other models than a DiT do not have."""
+    require(not asked or config.model.name == "dit", f"{setting} is not there for model={config.model.name}: leave it out")
 
 
 # The groups that decide the trained weights.
@@ -850,6 +860,11 @@ def validate(config: Config) -> None:
         at_least("threads", config.threads, 1)
         require(config.threads <= os.cpu_count(), f"threads={config.threads} is more than this machine's {os.cpu_count()}")
     require(config.folder != "", "folder= is empty: name a folder, or leave it null")
+    require(
+        (config.memory is not None) == (config.mode == "plan"),
+        f"memory={config.memory} and mode=plan belong together, as in mode=plan memory=8GiB",
+    )
+    require_dit(config, f"mode={config.mode}", config.mode in ("profile", "plan"))
     if config.mode == "merge":
         require(config.train.blocks == "all", "mode=merge makes the whole model: leave train.blocks=all")
     else:
@@ -1019,7 +1034,7 @@ def validate_layers(config: Config) -> None:
 def validate_training(config: Config) -> None:
     """Refuses settings of the loop."""
     train = config.train
-    for name in ("steps", "batch_size", "log_every", "checkpoint_every"):
+    for name in ("steps", "batch_size", "log_every", "checkpoint_every", "switch_every"):
         at_least(f"train.{name}", getattr(train, name), 1)
     for name in ("sample_every", "evaluate_every", "warmup_steps", "weight_decay", "ema_half_life"):
         at_least(f"train.{name}", getattr(train, name), 0)
@@ -1034,6 +1049,16 @@ def validate_training(config: Config) -> None:
             and len(set(train.blocks)) == len(train.blocks),
             f"train.blocks={train.blocks} is neither all nor a list of blocks of 0..{trained_blocks(config) - 1}, each once",
         )
+    require(
+        not train.offload or len(owned_blocks(config)) > 1,
+        "train.offload=true has nothing to offload in a job that trains one block",
+    )
+    require(
+        not train.offload or (train.parallel is None and not train.shard),
+        "train.offload=true is the way of one process: leave it out, or train.parallel and train.shard",
+    )
+    require_dit(config, "train.offload=true", train.offload)
+    require_dit(config, f"train.switch_every={train.switch_every}", train.switch_every != 1)
     one_of("train.block_order", train.block_order, ("shuffled", "sequential", "uniform"))
     one_of("train.match", train.match, ("layer_work", "iterations"))
     require(
@@ -1126,6 +1151,8 @@ def validate_sampling(config: Config) -> None:
     one_of("sampler.schedule", sampler.schedule, ("karras", "equi_probability", "per_block"))
     one_of("sampler.weights", sampler.weights, ("ema", "raw"))
     one_of("sampler.format", sampler.format, ("npz", "png"))
+    one_of("sampler.resident", sampler.resident, ("all", "one"))
+    require_dit(config, "sampler.resident=one", sampler.resident == "one")
     for name in ("steps", "num_images", "batch_size"):
         at_least(f"sampler.{name}", getattr(sampler, name), 1)
     above_zero("sampler.rho", sampler.rho)
@@ -1165,8 +1192,9 @@ def trained_identity(config: Config) -> dict[str, Any]:
     if isinstance(config.data, LatentsConfig):  # where images and shards lie; the fingerprint says what came of them
         for key in ("path", "image_column", "label_column", "train_split", "test_split", "batch_size", "shard_size"):
             del kept["data"][key]
-    # Intervals; and what changes rounding only, of which the number of processes in run.json speaks.
-    for key in ("log_every", "checkpoint_every", "sample_every", "evaluate_every", "parallel", "shard"):
+    # Intervals; what changes rounding only, of which the number of processes in run.json speaks; and where and when, not what.
+    unnamed = ("log_every", "checkpoint_every", "sample_every", "evaluate_every", "parallel", "shard")
+    for key in (*unnamed, "activation_checkpointing", "offload", "switch_every"):
         del kept["train"][key]
     return kept
 
@@ -1183,6 +1211,8 @@ def run_folder(config: Config) -> Path:
     """
     if config.folder is not None:
         return Path(config.folder)
+    if config.mode in ("profile", "plan"):
+        return Path(config.out) / f"{config.mode}_{config.data.name}_{digest([trained_identity(config), config.memory])}"
     blocks = "" if config.method.name == "end_to_end" else f"_{config.partition.num_blocks}"
     return Path(config.out) / f"{config.data.name}_{config.method.name}{blocks}_{digest(trained_identity(config))}"
 

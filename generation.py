@@ -5,7 +5,8 @@ The pipeline calls these functions for a DiT; another kind of model brings its o
 
 import dataclasses
 import json
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,9 @@ from data import BatchSource, ImageData
 from dblock_modules import karras_schedule
 from evaluation import LossGrid
 from hardware import Hardware
+from image_sets import Split
 from latents import LatentData, LatentSource
-from model import Model, build_model, build_objective
+from model import Model, OneResident, build_model, build_objective, part_name
 from parallel import ALONE, World
 
 GRID_IMAGES = 40  # of the pictures that are drawn during training
@@ -84,6 +86,26 @@ def source(config: Config, data: ImageData | LatentData, device: torch.device) -
     return BatchSource(data, device, seed=config.seed)
 
 
+def stand_in(config: Config) -> ImageData:
+    """Returns random images of the data's shape, for measurements that do not depend on what they show."""
+    generator = np.random.default_rng(0)
+    shape = (2 * config.train.batch_size, config.data.channels, config.data.size, config.data.size)
+    images = generator.integers(0, 256, shape, dtype=np.uint8)
+    split = Split(images, generator.integers(0, max(config.data.num_classes, 1), len(images)))
+    return ImageData("random", split, split, config.data.num_classes, config.data.scale or 1.0, "", config.data.flip)
+
+
+def one_evaluation(config: Config, block: int, module: nn.Module, hardware: Hardware) -> Callable[[], Tensor]:
+    """Returns what runs a block's denoiser once, as sampling does, for as many samples as a training step has."""
+    model = build_model(config, {part_name(block): module}, 1.0, hardware)
+    size = config.train.batch_size
+    labels = torch.zeros(size, dtype=torch.int64, device=hardware.device) if config.data.num_classes else None
+    denoise = model.denoiser(labels, config.sampler.guidance)
+    sigma = math.sqrt(math.prod(model.objective.partition.interval(block)))
+    z = torch.randn(size, *model.shape, device=hardware.device)
+    return torch.inference_mode()(lambda: denoise(z, sigma))
+
+
 def plot_partition(config: Config, path: Path) -> None:
     """Draws the density of the levels, the blocks' intervals and their overlap."""
     objective = build_objective(config)
@@ -91,7 +113,7 @@ def plot_partition(config: Config, path: Path) -> None:
     plots.plot_partition(objective.distribution, objective.partition.edges, intervals, path)
 
 
-def preview(config: Config, modules: dict[str, nn.Module], scale: float, hardware: Hardware, path: Path) -> None:
+def preview(config: Config, modules: Mapping[str, nn.Module] | OneResident, scale: float, hardware: Hardware, path: Path) -> None:
     """Draws a few samples of a model in training."""
     model = build_model(config, modules, scale, hardware)
     images, _ = sampler.sample_images(model, dataclasses.replace(config.sampler, num_images=GRID_IMAGES))
@@ -147,7 +169,9 @@ def labelled(model: Model) -> evaluation.Denoise:
     return lambda z, sigma, labels: model.denoiser(labels)(z, sigma)
 
 
-def measure(config: Config, modules: dict[str, nn.Module], data: ImageData, hardware: Hardware) -> dict[str, Any]:
+def measure(
+    config: Config, modules: Mapping[str, nn.Module] | OneResident, data: ImageData, hardware: Hardware
+) -> dict[str, Any]:
     """Returns the held-out loss of a model in training, see evaluation.summarize_loss; `blocks` has each one's mean."""
     grid, loss, owners = heldout_loss(config, data, build_model(config, modules, data.scale, hardware))
     summary = evaluation.summarize_loss(loss, grid, owners)

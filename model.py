@@ -127,8 +127,9 @@ class EDMObjective:
         """Returns the condition: labels (n,), a share of them replaced by the null label, by a draw per sample."""
         if self.null_label == 0:
             return None
-        uniform = torch.rand(draw.batch_size, generator=generator(self.seed, "label_dropout", draw.block, draw.step))
-        return labels.masked_fill((uniform[draw.rows] < self.label_dropout).to(labels.device), self.null_label)
+        stream = generator(self.seed, "label_dropout", draw.block, draw.step, device=labels.device)
+        uniform = torch.rand(draw.batch_size, device=labels.device, generator=stream)
+        return labels.masked_fill(uniform[draw.rows] < self.label_dropout, self.null_label)
 
     def training_loss(self, modules: Mapping[str, nn.Module], batch: Batch, draw: Draw, autocast: Autocast) -> Tensor:
         """Returns the loss per sample of a batch of images (n, C, H, W) and labels (n,); see Objective."""
@@ -277,19 +278,40 @@ class RoutedDenoiser:
         return self.objective.denoise(self.backbones[block], z, levels, labels, self.autocast())
 
 
+class OneResident(Mapping[int, nn.Module]):
+    """Blocks of which one is held at a time: asking for another lets go of it first."""
+
+    def __init__(self, blocks: Sequence[int], load: Callable[[int], nn.Module]) -> None:
+        self.blocks, self.load = blocks, load
+        self.held: dict[int, nn.Module] = {}
+
+    def __getitem__(self, block: int) -> nn.Module:
+        if block not in self.held:
+            self.held.clear()
+            self.held[block] = self.load(block)
+        return self.held[block]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.blocks)
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+
 @dataclass
 class Model:
     """The blocks that one job holds, and what is needed to use them.
 
     Attributes:
-        backbones: by block; a job that trains some blocks holds those alone.
+        backbones: by block, on `device` when they are asked for; a job that trains some blocks holds those alone.
         scale: model units per unit of pixels in [-1, 1].
     """
 
     config: Config
     objective: EDMObjective
-    backbones: dict[int, nn.Module]
+    backbones: Mapping[int, nn.Module]
     scale: float
+    device: torch.device
     autocast: Callable[[], AbstractContextManager] = nullcontext
 
     @property
@@ -297,10 +319,6 @@ class Model:
         """(channels, height, width) of a sample."""
         data = self.config.data
         return data.channels, data.size, data.size
-
-    @property
-    def device(self) -> torch.device:
-        return next(next(iter(self.backbones.values())).parameters()).device
 
     def denoiser(self, labels: Tensor | None, guidance: float | Sequence[float] = 1.0) -> RoutedDenoiser:
         """Returns D(z, sigma) for these labels, (N,) int64 on the model's device, or None for an unconditional model.
@@ -396,11 +414,14 @@ def build_objective(config: Config) -> EDMObjective:
     )
 
 
-def build_model(config: Config, modules: Mapping[str, nn.Module], scale: float, hardware: Hardware) -> Model:
-    """Returns a model to sample and score from, of parts' modules by name.
+def build_model(config: Config, modules: Mapping[str, nn.Module] | OneResident, scale: float, hardware: Hardware) -> Model:
+    """Returns a model to sample and score from.
 
     Args:
+        modules: the parts' modules by name, or one at a time by block.
         scale: model units per unit of pixels in [-1, 1].
     """
-    backbones = {int(name.removeprefix("block_")): module for name, module in modules.items()}
-    return Model(config, build_objective(config), backbones, scale, hardware.autocast)
+    backbones = modules
+    if not isinstance(modules, OneResident):
+        backbones = {int(name.removeprefix("block_")): module for name, module in modules.items()}
+    return Model(config, build_objective(config), backbones, scale, hardware.device, hardware.autocast)

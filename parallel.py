@@ -142,7 +142,10 @@ def check(config: Config, world: World, shared: bool = False) -> None:
         SettingError: names the setting.
     """
     train, blocks = config.train, trained_blocks(config)
-    require(world.size == 1 or config.mode != "merge", f"mode=merge is the work of one process, not of {world.size}")
+    require(
+        world.size == 1 or config.mode not in ("merge", "profile", "plan"),
+        f"mode={config.mode} is the work of one process, not of {world.size}",
+    )
     if config.mode not in ("run", "train"):
         return
     if train.parallel is None:

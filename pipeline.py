@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,13 @@ import hardware as machine
 import latents
 import parallel
 import plots
+import profiling
 import train as training
 from config import Config, SettingError, require
 from data import ImageData
 from hardware import Hardware
 from kinds import KINDS, build_objective, trained_parts
+from model import OneResident
 from parallel import World
 
 
@@ -43,8 +45,11 @@ def run(config: Config, asked: dict[str, Any] | None = None, wait: bool = False)
         if world.first:
             parts = [trained_parts(config, block) for block in range(configuration.trained_blocks(config))]
             parallel.check(config, world, shared=any(len(names) > 1 for names in parts))
+            if config.mode in ("profile", "plan"):
+                cost(config, folder, hardware)
+                return folder
             if config.mode != "merge":
-                check(config, folder)
+                check(config, folder, hardware)
         else:
             held.enter_context(contextlib.redirect_stdout(held.enter_context(open(os.devnull, "w"))))
         world.wait()  # the others start when the settings are right; what is wrong is said once
@@ -74,8 +79,21 @@ def run(config: Config, asked: dict[str, Any] | None = None, wait: bool = False)
     return folder
 
 
-def check(config: Config, folder: Path) -> None:
-    """Refuses what cannot work as far as it can be known without work: data, folder, features, checkpoint."""
+def cost(config: Config, folder: Path, hardware: Hardware) -> None:
+    """Measures what training and sampling cost, or predicts what fits a memory."""
+    kind = KINDS[config.model.name]
+    checkpoint.check_folder(folder)
+    print(f"{folder}: {hardware.precision} on {hardware.device}, {hardware.threads} threads")
+    if config.mode == "profile":
+        profiling.profile(config, kind, hardware, folder)
+    else:
+        profiling.plan(config, kind, hardware, folder)
+
+
+def check(config: Config, folder: Path, hardware: Hardware) -> None:
+    """Refuses what cannot work as far as it can be known without work: machine, data, folder, features, checkpoint."""
+    if config.mode in ("run", "train"):
+        training.check(config, hardware)
     if config.mode in ("sample", "evaluate"):
         require(
             checkpoint.read_run(folder) is not None,
@@ -127,10 +145,10 @@ def train(config: Config, data: ImageData, folder: Path, hardware: Hardware, wor
         configuration.save_config(config, folder / "config.yaml")
         kind.plot_partition(config, folder / "plots" / "partition.png")
 
-    def draw_grid(modules: dict[str, nn.Module], path: Path) -> None:
+    def draw_grid(modules: Mapping[str, nn.Module] | OneResident, path: Path) -> None:
         kind.preview(config, modules, data.scale, hardware, path)
 
-    def measure(modules: dict[str, nn.Module], step: int) -> None:
+    def measure(modules: Mapping[str, nn.Module] | OneResident, step: int) -> None:
         curve = folder / "heldout.jsonl"
         rows = [row for row in training.read_metrics(curve) if row["step"] < step]
         rows.append({"step": step, **kind.measure(config, modules, data, hardware)})
@@ -210,7 +228,7 @@ def use(config: Config, data: ImageData | None, folder: Path, hardware: Hardware
     question = configuration.digest([dataclasses.asdict(config.eval), dataclasses.asdict(config.sampler), weights])
     results = [result for result in read_results(folder) if question in result["questions"]]
     if config.mode == "sample" or not results:
-        model = checkpoint.load_model(folder, config.sampler.weights, str(hardware.device))
+        model = checkpoint.load_model(folder, config.sampler.weights, str(hardware.device), resident=config.sampler.resident)
         if config.mode == "sample":
             print(f"samples: {kind.sample(config, model, weights, folder, config.sampler, world)}")
             return

@@ -223,6 +223,33 @@ def plot_curves(curves: Mapping[str, tuple[ArrayLike, ArrayLike]], path: str | P
     _save(figure, path)
 
 
+def plot_profile(rows: Sequence[Mapping[str, float]], path: str | Path) -> None:
+    """Draws what one block's job holds, and the time of all blocks' steps, over the number of blocks.
+
+    Args:
+        rows: of mode=profile; hatched bars are those with activation checkpointing.
+    """
+    blocks = sorted({row["num_blocks"] for row in rows})
+    figure = Figure(figsize=(9, 4), dpi=80, layout="constrained")
+    memory, seconds = figure.subplots(1, 2)
+    for row in rows:
+        at = blocks.index(row["num_blocks"]) + (0.2 if row["checkpointing"] else -0.2)
+        hatch, bottom = "//" if row["checkpointing"] else None, 0.0
+        for name, color in zip(("parameters", "gradients", "optimizer", "ema", "activations"), CURVE_COLORS[1:], strict=True):
+            height = row[f"{name}_bytes"] / 2**20
+            label = name if row is rows[0] else None
+            memory.bar(at, height, 0.36, bottom=bottom, color=color, hatch=hatch, edgecolor="white", label=label)
+            bottom += height
+        seconds.bar(at, row["all_blocks_seconds"], 0.36, color=CURVE_COLORS[2], hatch=hatch, edgecolor="white")
+    memory.set(title="One block's job (hatched: checkpointing)", ylabel="MiB")
+    seconds.set(title="A step of every block", ylabel="seconds")
+    memory.legend()
+    for axes in (memory, seconds):
+        axes.set_xticks(range(len(blocks)), blocks)
+        axes.set_xlabel("blocks")
+    _save(figure, path)
+
+
 def image_grid(images: ArrayLike | torch.Tensor, path: str | Path, columns: int | None = None, scale: int | None = None) -> None:
     """Writes a batch of images as one PNG grid, row by row, with 2 grey pixels around each image (a lone image has none).
 

@@ -4,6 +4,7 @@ A block's steps do not depend on when other blocks make theirs: rate, EMA and ev
 the order of the steps is a matter of taste, a job may train some blocks alone, and a resumed run is the same run.
 """
 
+import functools
 import json
 import math
 import signal
@@ -28,9 +29,9 @@ from checkpoint import Part
 from config import Config, SettingError, TrainConfig, require
 from convert import starting_weights
 from data import Source
-from hardware import Hardware
+from hardware import Hardware, has_compiler
 from kinds import build_module, trained_parts
-from model import Draw, Objective, part_name
+from model import Draw, Objective, OneResident, part_name
 from parallel import ALONE, World
 from randomness import stream_seed
 
@@ -90,6 +91,17 @@ def update_order(seed: int, order: str, probabilities: list[float], total: int) 
     return blocks[np.argsort(np.concatenate(times), kind="stable")]
 
 
+def in_runs(order: np.ndarray, length: int) -> np.ndarray:
+    """Returns the same steps with each block's in runs of `length`; a run stands where its first step stood, (total,) int64."""
+    made: dict[int, int] = defaultdict(int)
+    first: dict[tuple[int, int], int] = {}
+    positions = []
+    for position, block in enumerate(order.tolist()):
+        positions.append(first.setdefault((block, made[block] // length), position))
+        made[block] += 1
+    return order[np.argsort(positions, kind="stable")]
+
+
 def block_shares(config: Config, objective: Objective) -> list[float]:
     """Returns each block's share of the steps: equal, or in proportion to its mass under the training distribution."""
     if config.train.block_probability == "mass":
@@ -126,12 +138,38 @@ def ema_decay(settings: TrainConfig, step: int) -> float:
 # A part and its step
 
 
+def check(config: Config, hardware: Hardware) -> None:
+    """Refuses what this machine, or this kind of model, cannot do.
+
+    Raises:
+        SettingError: offload without a device, compilation without a compiler, checkpointing of a model that has none.
+    """
+    settings = config.train
+    require(
+        not settings.offload or hardware.device.type != "cpu",
+        "train.offload=true moves blocks between a device and the host, and this run computes on the CPU: leave it out",
+    )
+    require(
+        not settings.compile or has_compiler(hardware.device),
+        f"train.compile=true finds no compiler for {hardware.device} (g++ or CXX for a CPU, Triton for a GPU): leave it out",
+    )
+    if settings.activation_checkpointing:
+        with torch.device("meta"):
+            module = build_module(config, trained_parts(config, configuration.owned_blocks(config)[0])[0])
+        require(
+            hasattr(module, "checkpointing"),
+            f"train.activation_checkpointing=true is not there for model={config.model.name}: leave it out",
+        )
+
+
 def build_part(config: Config, name: str, device: torch.device, world: World = ALONE) -> Part:
     """Returns a part at its start, with gradients, EMA and optimizer of its own."""
     module, settings = build_module(config, name), config.train
     if settings.shard:
         parallel.shard(module, world, device)
     module.to(device)
+    if settings.activation_checkpointing:
+        module.checkpointing = True
     optimizer = torch.optim.AdamW(
         module.parameters(),
         lr=settings.learning_rate,
@@ -165,6 +203,32 @@ def begin_from(config: Config, parts: Mapping[str, Part]) -> None:
                 raise SettingError(f"train.init_from={folder} does not fit this model: {reason}") from None
             for name, value in part.module.named_parameters():
                 part.ema[name].copy_(value.detach())
+
+
+def place(part: Part, device: torch.device) -> None:
+    """Moves all that a part holds between two steps; what comes from a GPU to the host is pinned there."""
+
+    def moved(value: Tensor) -> Tensor:
+        if value.device.type == "cuda" and device.type == "cpu":
+            return torch.empty_like(value, device=device, pin_memory=True).copy_(value, non_blocking=True)
+        return value.to(device, non_blocking=True)
+
+    for tensor in (*part.module.parameters(), *part.module.buffers()):
+        tensor.data = moved(tensor.data)
+    part.ema.update({name: moved(value) for name, value in part.ema.items()})
+    for state in part.optimizer.state.values():
+        state.update({key: moved(value) for key, value in state.items()})
+
+
+def make_resident(parts: Mapping[str, Part], names: Sequence[str], device: torch.device) -> None:
+    """Leaves these parts alone on the device, the others on the host."""
+    for name, part in parts.items():
+        if name not in names:
+            place(part, torch.device("cpu"))
+    for name in names:
+        place(parts[name], device)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # the host may read what came to it, for a checkpoint
 
 
 def train_step(
@@ -202,16 +266,16 @@ def train_step(
             (loss * world.size).backward()  # gradients are averaged over the processes
         total += loss.detach()
     for part in trained:
+        (group,) = part.optimizer.param_groups
         limit = math.inf if settings.clip_norm is None else settings.clip_norm
-        norm = nn.utils.clip_grad_norm_(part.module.parameters(), limit)
+        norm = nn.utils.clip_grad_norm_(group["params"], limit)
         # A bad gradient stops the run as a bad loss does, and as late: without waiting for the device.
         total += 0 * parallel.whole(norm)
-        for group in part.optimizer.param_groups:
-            group["lr"] = learning_rate(settings, step, steps)
+        group["lr"] = learning_rate(settings, step, steps)
         part.optimizer.step()
         part.optimizer.zero_grad(set_to_none=True)
         with torch.no_grad():
-            torch._foreach_lerp_(list(part.ema.values()), list(part.module.parameters()), 1 - ema_decay(settings, part.step))
+            torch._foreach_lerp_(list(part.ema.values()), group["params"], 1 - ema_decay(settings, part.step))
         part.step += 1
     trained[0].seconds += time.perf_counter() - started
     return world.add(total)
@@ -315,13 +379,17 @@ def describe(
     }
 
 
-def ema_modules(config: Config, parts: Mapping[str, Part], device: torch.device) -> dict[str, nn.Module]:
-    """Returns modules with the parts' EMA weights as they are now."""
-    modules = {}
-    for name, part in parts.items():
-        modules[name] = build_module(config, name).to(device).eval()
-        modules[name].load_state_dict(parallel.whole({**part.module.state_dict(), **part.ema}))  # buffers are not averaged
-    return modules
+def ema_modules(config: Config, parts: Mapping[str, Part], device: torch.device) -> dict[str, nn.Module] | OneResident:
+    """Returns modules with the parts' EMA weights as they are now; with offload, one block's at a time."""
+
+    def build(name: str) -> nn.Module:
+        part, module = parts[name], build_module(config, name).to(device).eval()
+        module.load_state_dict(parallel.whole({**part.module.state_dict(), **part.ema}))  # buffers are not averaged
+        return module
+
+    if config.train.offload:
+        return OneResident(configuration.owned_blocks(config), lambda block: build(part_name(block)))
+    return {name: build(name) for name in parts}
 
 
 def train(
@@ -331,8 +399,8 @@ def train(
     folder: Path,
     hardware: Hardware,
     description: dict[str, Any],
-    draw_grid: Callable[[dict[str, nn.Module], Path], None],
-    measure: Callable[[dict[str, nn.Module], int], None],
+    draw_grid: Callable[[dict[str, nn.Module] | OneResident, Path], None],
+    measure: Callable[[dict[str, nn.Module] | OneResident, int], None],
     on_row: Callable[[dict[str, Any]], None],
     world: World = ALONE,
 ) -> None:
@@ -354,6 +422,7 @@ def train(
     settings = config.train
     steps = steps_per_block(config, objective)
     order = update_order(config.seed, settings.block_order, block_shares(config, objective), sum(steps))
+    order = in_runs(order, settings.switch_every)
     owned = configuration.owned_blocks(config)
     trained = {block: trained_parts(config, block) for block in owned}
     configuration.require(
@@ -366,7 +435,11 @@ def train(
     if run is not None and all(run["parts"][trained[block][0]]["step"] == steps[block] for block in owned):
         return  # finished
     names = sorted({name for block in owned for name in trained[block]})
-    parts = {name: build_part(config, name, hardware.device, world) for name in names}
+    parts: dict[str, Part] = {}
+    for name in names:
+        parts[name] = build_part(config, name, hardware.device, world)
+        if settings.offload:
+            place(parts[name], torch.device("cpu"))
     if run is None and settings.init_from is not None:
         begin_from(config, parts)
     if run is not None:
@@ -378,7 +451,9 @@ def train(
                 made <= steps[block],
                 f"train.steps={settings.steps}: the checkpoint in {folder} has made {made} steps of block {block} already",
             )
-    modules = {name: torch.compile(part.module) if settings.compile else part.module for name, part in parts.items()}
+    # Compiled, blocks of one shape share one graph; a batch's rest in micro-batches has a graph of its own.
+    compiled = functools.partial(torch.compile, dynamic=False)
+    modules = {name: compiled(part.module) if settings.compile else part.module for name, part in parts.items()}
     modules = {name: parallel.wrapped(module, world, settings.shard) for name, module in modules.items()}
     made = {block: parts[trained[block][0]].step for block in owned}
     metrics = Metrics(folder / "metrics.jsonl", made, on_row, keep=world.first)
@@ -408,6 +483,8 @@ def train(
     )
     with stop_signals() as stop, bar:
         for index, block in enumerate(todo):
+            if settings.offload and (index == 0 or block != todo[index - 1]):
+                make_resident(parts, trained[block], hardware.device)
             own = [parts[name] for name in trained[block]]
             loss = train_step(settings, objective, source, modules, own, block, steps[block], hardware, world)
             if index + 1 < len(todo):

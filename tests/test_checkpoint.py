@@ -245,14 +245,14 @@ def test_files_follow_the_umask(digits, tmp_path):
     finally:
         os.umask(umask)
     files = [path for path in (tmp_path / "checkpoint").rglob("*") if path.is_file()]
-    assert len(files) == 7 and {path.stat().st_mode & 0o777 for path in files} == {0o640}
+    assert len(files) == 8 and {path.stat().st_mode & 0o777 for path in files} == {0o640}
 
 
 def test_only_the_job_s_blocks_are_saved(jobs):
     run = read_run(jobs / "1")
     assert list(run["parts"]) == ["block_1"]
     names = {path.name for path in (jobs / "1" / "checkpoint" / run["generation"]).iterdir()}
-    assert names == {"block_1.safetensors", "block_1.optimizer.pt"}
+    assert names == {"block_1.safetensors", "block_1.optimizer.pt", "run.json"}
     assert state(jobs / "1") == only(state(jobs / "all"), 1)
     assert np.isfinite(run["parts"]["block_1"]["seconds"])
 
@@ -266,7 +266,11 @@ def test_folders_of_others_are_refused(digits, tmp_path):
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["config.yaml"]
     with locked(tmp_path / "run"):
         fit(make_config(), digits, tmp_path / "run")
+    before = state(tmp_path / "run")
     (tmp_path / "run" / "checkpoint" / "run.json").unlink()
+    with locked(tmp_path / "run"):
+        assert state(tmp_path / "run") == before  # the generation's copy speaks for it
+    next((tmp_path / "run" / "checkpoint").glob("*/run.json")).unlink()
     with pytest.raises(SettingError, match="no run.json that names them"), locked(tmp_path / "run"):
         pass
 

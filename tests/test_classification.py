@@ -1,5 +1,6 @@
 """Classification: the label's embedding as target, its bridge and weight, and what is known of a trained model."""
 
+import dataclasses
 import json
 import math
 import re
@@ -23,7 +24,7 @@ import pipeline
 import train as training
 from baselines import Inference
 from classification import Classifier, label_information, label_scores, mean_cosine
-from config import SCHEMAS, SettingError
+from config import SCHEMAS, LatentsConfig, SettingError
 from dblock_modules import LogNormalLevels, edm_weight, equal_shares, make_partition
 from hardware import Hardware
 from model import LearnedTable, bridge, cross_entropy_weight, fixed_table, part_name
@@ -332,6 +333,11 @@ REFUSED = [
     ("train.init_from", {"train": {"init_from": "runs/other"}}),
     ("depth=1 must be", {"method": "forward_forward", "model": {"depth": 1}}),
     ("objective=labels", {"objective": {"name": "edm"}}),
+    ("train.offload=true is not there", {"train": {"offload": True}}),
+    ("train.switch_every=2 is not there", {"train": {"switch_every": 2}}),
+    ("sampler.resident=one is not there", {"sampler": {"resident": "one"}}),
+    ("mode=profile is not there", {"mode": "profile"}),
+    ("mode=plan is not there", {"mode": "plan", "memory": "8GiB"}),
     ("num_blocks", {"partition": {"num_blocks": 4}}),
 ]
 
@@ -349,8 +355,11 @@ def test_data_that_do_not_fit(cache, monkeypatch):
     with pytest.raises(SettingError, match="num_classes=5: the data have 10"):
         classification.load(make_classifier(data={"num_classes": 5, "cache": str(cache)}))
     config = make_classifier(data={"cache": str(cache)})
+    latents = LatentsConfig("imagenet256_latents", vae="vae", image_size=16, size=8, channels=4, num_classes=10)
+    with pytest.raises(SettingError, match="takes images, not latents"):
+        configuration.resolve(dataclasses.replace(config, data=latents))
     data = classification.load(config)
-    one = classification.dataclasses.replace(data, train=type(data.train)(data.train.images, np.zeros_like(data.train.labels)))
+    one = dataclasses.replace(data, train=type(data.train)(data.train.images, np.zeros_like(data.train.labels)))
     monkeypatch.setattr(classification.data_sets, "load_images", lambda **_: one)
     with pytest.raises(SettingError, match="one label"):
         classification.load(config)

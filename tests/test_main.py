@@ -90,6 +90,15 @@ def test_readme_s_five_lines(demo):
     assert np.array_equal(namespace["images"], again)
 
 
+def test_one_resident_block_gives_the_same_images(demo):
+    run = only_run(demo[0] / "runs")
+    settings = SamplerConfig(labels=3, num_images=4, guidance=1.5)
+    one = load_model(run, resident="one")
+    images, _ = sampler.sample_images(one, settings)
+    assert np.array_equal(images, sampler.sample_images(load_model(run), settings)[0])
+    assert list(one.backbones.held) == [2] and len(one.backbones) == 3
+
+
 def test_two_process_merge_equals_one_process(tmp_path):
     """Two jobs in processes of their own, merged by the command line: the bits of one process, found by the same settings."""
     settings = [*TINY, "model.depth=4", "partition.num_blocks=2"]
@@ -179,6 +188,9 @@ BAD = [
     (["train.blocks=[0,0]"], "train.blocks"),
     (["train.precision=fp8"], "train.precision"),
     (["train.batch_size=many"], "batch_size"),
+    (["train.offload=true"], "train.offload"),
+    (["train.switch_every=0"], "train.switch_every"),
+    (["sampler.resident=two"], "sampler.resident"),
     (["model.patch_size=3"], "patch_size"),
     (["model.size=M"], "model.size"),
     (["model.width=66", "model.heads=4"], "width"),
@@ -268,7 +280,7 @@ def test_labels_out_of_range_are_refused(tmp_path):
 
 def test_help_reads_well(tmp_path):
     text = command_line("--help", cwd=tmp_path).stdout
-    for words in ("the demo", "mode is one of", "partition: custom, equi_probability", "num_blocks: 3"):
+    for words in ("the demo", "mode is one of", "partition: cross_entropy, custom, equi_probability", "num_blocks: 3"):
         assert words in text
 
 

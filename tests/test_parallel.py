@@ -175,6 +175,8 @@ def test_what_does_not_fit_the_number_of_processes_is_refused():
     refused("train.shard=true", three, train={"shard": True, "parallel": "blocks"})
     refused("choose one", four, train={"shard": True, "parallel": "data", "compile": True})
     refused("mode=merge", three, mode="merge")
+    refused("mode=profile", three, mode="profile")
+    refused("train.offload=true", three, train={"parallel": "blocks", "offload": True})
     refused("train.batch_size=9 does not divide among the 2", World(0, 6), train={"parallel": "blocks", "batch_size": 9})
     parallel.check(make_config(mode="train", train={"parallel": "blocks"}), World(0, 6))
     parallel.check(make_config(mode="sample"), three)

@@ -9,7 +9,7 @@ import signal
 import numpy as np
 import pytest
 import torch
-from conftest import make_config
+from conftest import make_classifier, make_config
 
 import checkpoint
 import train as training
@@ -382,3 +382,92 @@ def test_checkpoint_without_room_to_continue_is_whole(digits, tmp_path, monkeypa
     assert fit(make_config(), digits, tmp_path / "cut") == whole
     assert len(list((tmp_path / "cut" / "checkpoint").iterdir())) == 2  # run.json and one generation
     shutil.rmtree(tmp_path / "cut")
+
+
+def test_runs_keep_every_step_and_their_order():
+    order = update_order(0, "shuffled", EQUAL, 30)
+    runs = training.in_runs(order, 4)
+    assert np.bincount(runs).tolist() == [10] * 3
+    assert np.count_nonzero(np.diff(runs)) <= 8  # runs of 4, 4 and 2 steps
+    assert (training.in_runs(order, 1) == order).all()
+    unequal = training.in_runs(update_order(0, "shuffled", [0.7, 0.25, 0.05], 100), 10)
+    assert np.bincount(unequal).tolist() == [70, 25, 5]
+
+
+def test_offload_holds_one_block_and_changes_no_bit(digits, tmp_path, monkeypatch):
+    """The host stands in for the device: what is moved when, in runs; interrupted and resumed too."""
+    whole = fit(make_config(), digits, tmp_path / "whole")
+    moves = []
+    monkeypatch.setattr(training, "make_resident", lambda parts, names, device: moves.append(names))
+    settings = {"offload": True, "switch_every": 2, "block_order": "sequential"}
+    assert fit(make_config(train={**settings, "steps": 4}), digits, tmp_path / "offload") != {}
+    assert moves == [["block_0"], ["block_1"], ["block_2"]]
+    moves.clear()
+    assert fit(make_config(train={"offload": True, "switch_every": 2, "sample_every": 6}), digits, tmp_path / "runs") == whole
+    assert len(moves) == 6 and all(len(names) == 1 for names in moves)
+
+
+def test_a_part_moves_as_a_whole(digits, monkeypatch):
+    """Nothing that a part holds between steps stays where it was; a copy stands in for the other side."""
+    config = make_config()
+    parts = {b: build_part(config, part_name(b), torch.device("cpu")) for b in range(3)}
+    a_step(config, digits, 1, parts)
+
+    def held():
+        part = parts[1]
+        tensors = [*part.module.parameters(), *part.module.buffers(), *part.ema.values()]
+        return tensors + [value for state in part.optimizer.state.values() for value in state.values()]
+
+    before = [(value.data_ptr(), value.clone()) for value in held()]
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, *where, **how: self.clone())
+    training.make_resident({part_name(b): part for b, part in parts.items()}, ["block_1"], torch.device("cpu"))
+    after = held()
+    assert len(after) == len(before) > 5 * len(list(parts[1].module.parameters()))
+    assert all(value.data_ptr() != old for value, (old, _) in zip(after, before, strict=True))
+    assert all(torch.equal(value, old) for value, (_, old) in zip(after, before, strict=True))
+    assert all(parameter.grad is None for parameter in parts[1].module.parameters())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_activation_checkpointing_changes_no_bit(digits, tmp_path, precision):
+    settings = {"precision": precision, "steps": 2}
+    whole = fit(make_config(train=settings), digits, tmp_path / "whole")
+    assert fit(make_config(train={**settings, "activation_checkpointing": True}), digits, tmp_path / "recomputed") == whole
+
+
+def test_blocks_of_one_shape_share_one_compiled_graph(digits):
+    """Traced without kernels, which a compiler would take half a minute for; with checkpointing too."""
+    for checkpointing in (False, True):
+        config = make_config(train={"activation_checkpointing": checkpointing})
+        parts = {b: build_part(config, part_name(b), torch.device("cpu")) for b in range(3)}
+        expected = [part.module.state_dict() for part in parts.values()]
+        torch._dynamo.reset()
+        graphs = []
+
+        def count(graph, inputs, graphs=graphs):
+            graphs.append(graph)
+            return graph.forward
+
+        source = BatchSource(digits, torch.device("cpu"), seed=config.seed)
+        modules = {part_name(b): torch.compile(part.module, backend=count, dynamic=False) for b, part in parts.items()}
+        for block in (0, 1, 2, 1):
+            own = [parts[block]]
+            train_step(config.train, build_objective(config), source, modules, own, block, 4, hardware())
+        assert len(graphs) == 1
+        assert all(key in expected[0] for key in parts[0].module.state_dict())
+
+
+def test_what_the_machine_cannot_do_is_refused(monkeypatch):
+    with pytest.raises(SettingError, match="train.offload=true moves"):
+        training.check(make_config(train={"offload": True}), hardware())
+    with pytest.raises(SettingError, match="nothing to offload"):
+        make_config(train={"offload": True, "blocks": [1]})
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(SettingError, match="train.compile=true finds no compiler"):
+        training.check(make_config(train={"compile": True}), hardware())
+    training.check(make_config(train={"activation_checkpointing": True}), hardware())
+    with pytest.raises(SettingError, match="activation_checkpointing=true is not there for model=vit"):
+        training.check(make_classifier(train={"activation_checkpointing": True}), hardware())
+    monkeypatch.setattr(training, "build_module", lambda config, name: torch.nn.Linear(1, 1))
+    with pytest.raises(SettingError, match="activation_checkpointing=true is not there"):
+        training.check(make_config(train={"activation_checkpointing": True}), hardware())

@@ -1,0 +1,546 @@
+"""What a training step and a sample cost, and what fits into a memory.
+
+mode=profile measures one block after the other, the deepest of each cut, on random data of the right shape: bytes, operations,
+seconds. mode=plan predicts the same from counts of a network of one and of two layers.
+"""
+
+import csv
+import dataclasses
+import json
+import math
+import re
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.flop_counter import FlopCounterMode
+
+import checkpoint
+import config as configuration
+import plots
+from checkpoint import Part
+from config import Config, MethodConfig, PartitionConfig, SettingError, require
+from data import Source
+from hardware import Hardware
+from kinds import build_objective
+from model import Draw, Objective, part_name
+from train import build_part, train_step
+
+BLOCKS = (1, 2, 3, 4, 6)  # numbers of blocks that are compared; 1 is end to end
+ROUNDS = 7  # of which the median is taken, after one that warms up
+STEPS = 1000  # that a block is said to make in all; the learning rate alone depends on it
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A block's job
+
+
+def variant(config: Config, num_blocks: int, **train: Any) -> Config:
+    """Returns the configuration cut into another number of blocks, with other settings of `train`.
+
+    Levels play no part in what a step costs, so a custom cut is replaced by equal probability.
+    """
+    method, cut = MethodConfig("diffusion_blocks"), PartitionConfig("equi_probability", num_blocks)
+    if num_blocks == config.partition.num_blocks and config.method.name == "diffusion_blocks":
+        cut = config.partition  # with its own layers per block
+    alone = {"blocks": "all", "offload": False, "parallel": None, "shard": False}
+    settings = dataclasses.replace(config.train, **{**alone, **train})
+    return configuration.resolve(dataclasses.replace(config, method=method, partition=cut, train=settings))
+
+
+@dataclass
+class Job:
+    """One block in training, the deepest of its configuration."""
+
+    config: Config
+    hardware: Hardware
+    objective: Objective
+    source: Source
+    part: Part
+    block: int
+
+    @property
+    def layers(self) -> int:
+        return configuration.layer_split(self.config)[self.block]
+
+    def loss(self) -> Tensor:
+        """Returns the loss of one step's micro-batch, ready for the backward pass."""
+        settings = self.config.train
+        rows = slice(0, settings.micro_batch or settings.batch_size)
+        draw = Draw(self.block, 0, settings.batch_size, rows)
+        batch = self.source.batch(draw.block, draw.step, draw.batch_size, rows)
+        modules = {part_name(self.block): self.part.module}
+        return self.objective.training_loss(modules, batch, draw, self.hardware.autocast()).sum()
+
+    def step(self, modules: Mapping[str, nn.Module] | None = None) -> None:
+        """Makes one step of training.
+
+        Args:
+            modules: what stands for the block's module, by part name.
+        """
+        modules = modules or {part_name(self.block): self.part.module}
+        train_step(self.config.train, self.objective, self.source, modules, [self.part], self.block, STEPS, self.hardware)
+
+
+def make_job(config: Config, kind: ModuleType, hardware: Hardware) -> Job:
+    """Returns the job of a configuration's deepest block.
+
+    Args:
+        kind: the module that knows this kind of model, as in kinds.KINDS.
+    """
+    layers = configuration.layer_split(config)
+    block = layers.index(max(layers))
+    source = kind.source(config, kind.stand_in(config), hardware.device)
+    return Job(config, hardware, build_objective(config), source, build_part(config, part_name(block), hardware.device), block)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Seconds
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits for a GPU; a CPU has finished already."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class Stopwatch:
+    """Seconds that were spent in some functions."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.seconds = device, 0.0
+
+    def timed(self, function: Callable) -> Callable:
+        """Returns the function with its time taken."""
+
+        def run(*arguments: Any, **named: Any) -> Any:
+            synchronize(self.device)
+            start = time.perf_counter()
+            result = function(*arguments, **named)
+            synchronize(self.device)
+            self.seconds += time.perf_counter() - start
+            return result
+
+        return run
+
+
+def interleaved(functions: Mapping[str, Callable[[], Any]], device: torch.device, rounds: int = ROUNDS) -> dict[str, list[float]]:
+    """Returns the seconds of each function in each round, the functions taking turns; a first round warms up."""
+    seconds: dict[str, list[float]] = {name: [] for name in functions}
+    for round_ in range(rounds + 1):
+        for name, function in functions.items():
+            watch = Stopwatch(device)
+            watch.timed(function)()
+            if round_ > 0:
+                seconds[name].append(watch.seconds)
+    return seconds
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Replaces an attribute for a while."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def share_outside(job: Job) -> float:
+    """Makes one step and returns the share of its time that is not the network's forward pass, backward or optimizer."""
+    whole, inside = Stopwatch(job.hardware.device), Stopwatch(job.hardware.device)
+    module, optimizer = job.part.module, job.part.optimizer
+    with (
+        replaced(torch.Tensor, "backward", inside.timed(torch.Tensor.backward)),
+        replaced(optimizer, "step", inside.timed(optimizer.step)),
+    ):
+        whole.timed(job.step)({part_name(job.block): inside.timed(module)})
+    return 1 - inside.seconds / whole.seconds
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Bytes and operations
+
+
+def bytes_of(tensors: Iterable[Tensor]) -> int:
+    """Returns the bytes of tensors' elements."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def saved_bytes(loss: Callable[[], Tensor], held: Iterable[Tensor]) -> int:
+    """Returns the bytes that autograd keeps for the backward pass, each storage once.
+
+    Args:
+        loss: computes what is to be differentiated.
+        held: tensors that are there anyway: parameters and buffers.
+    """
+    known = {tensor.untyped_storage().data_ptr() for tensor in held}
+    kept: dict[int, Tensor] = {}  # the tensors themselves, so that no address is used twice
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        value = loss()
+    assert value.requires_grad
+    return sum(tensor.untyped_storage().nbytes() for address, tensor in kept.items() if address not in known)
+
+
+def activation_bytes(job: Job) -> int:
+    """Returns what a step keeps between its forward and its backward pass."""
+    module = job.part.module
+    return saved_bytes(job.loss, [*module.parameters(), *module.buffers()])
+
+
+def operations(job: Job) -> int:
+    """Returns the floating-point operations of a micro-batch's forward and backward pass, of matrix products and attention."""
+    with FlopCounterMode(display=False) as counter:
+        job.loss().backward()
+    job.part.optimizer.zero_grad(set_to_none=True)
+    return counter.get_total_flops()
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What layers and ends (embeddings and head) cost: pairs of (one layer, both ends).
+
+    Attributes:
+        parameters: numbers.
+        fixed: bytes kept for the backward pass whatever the batch: copies of weights in another precision.
+        activations: bytes kept per sample.
+        inputs: of these, what checkpointing keeps.
+        forward, both: operations per sample, of the forward pass and of both passes.
+    """
+
+    parameters: tuple[int, int]
+    fixed: tuple[int, int]
+    activations: tuple[int, int]
+    inputs: tuple[int, int]
+    forward: tuple[int, int]
+    both: tuple[int, int]
+
+
+def layer_and_ends(one: int, two: int) -> tuple[int, int]:
+    """Splits what networks of one and two layers cost into one layer and the rest."""
+    return two - one, 2 * one - two
+
+
+def count(config: Config, kind: ModuleType, hardware: Hardware) -> Counts:
+    """Counts on networks of one and two layers, for one sample and for two."""
+    found: dict[str, list[int]] = {name: [] for name in ("parameters", "fixed", "activations", "inputs", "forward", "both")}
+    for depth in (1, 2):
+        model = dataclasses.replace(config.model, depth=depth)
+        shallow = [
+            make_job(variant(dataclasses.replace(config, model=model), 1, batch_size=n, micro_batch=None), kind, hardware)
+            for n in (1, 2)
+        ]
+        module = shallow[0].part.module
+        found["parameters"].append(sum(parameter.numel() for parameter in module.parameters()))
+        kept = [activation_bytes(job) for job in shallow]
+        found["activations"].append(kept[1] - kept[0])
+        found["fixed"].append(2 * kept[0] - kept[1])
+        found["both"].append(operations(shallow[0]))
+        with FlopCounterMode(display=False) as counter:
+            shallow[0].loss()
+        found["forward"].append(counter.get_total_flops())
+        for job in shallow:
+            job.part.module.checkpointing = True
+        kept = [activation_bytes(job) for job in shallow]
+        found["inputs"].append(kept[1] - kept[0])
+    return Counts(**{name: layer_and_ends(*values) for name, values in found.items()})
+
+
+def predicted_activations(counts: Counts, layers: int, samples: int, checkpointing: bool) -> int:
+    """Returns the bytes kept for the backward pass; with checkpointing, layers' inputs and one layer that is computed again."""
+    layer, ends = (fixed + samples * each for fixed, each in zip(counts.fixed, counts.activations, strict=True))
+    if not checkpointing:
+        return layers * layer + ends
+    return layers * samples * counts.inputs[0] + layer + ends
+
+
+def predicted_operations(counts: Counts, layers: int, samples: int, checkpointing: bool) -> int:
+    """Returns the operations of a step; with checkpointing, layers run forward twice."""
+    layer = counts.both[0] + (counts.forward[0] if checkpointing else 0)
+    return samples * (layers * layer + counts.both[1])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# mode=profile
+
+
+def cuts(config: Config) -> list[int]:
+    """Returns the numbers of blocks to compare: BLOCKS and the configuration's own, as far as there are layers for them."""
+    return [b for b in sorted({*BLOCKS, config.partition.num_blocks}) if b <= config.model.depth]
+
+
+def measure(job: Job, counts: Counts, rate: float, kind: ModuleType, checkpointing: bool) -> dict[str, Any]:
+    """Returns a row of the profile: one block, with or without checkpointing.
+
+    Args:
+        rate: operations per second, for the prediction.
+    """
+    settings, device = job.config.train, job.hardware.device
+    module, optimizer = job.part.module, job.part.optimizer
+    module.checkpointing = checkpointing
+    samples = settings.micro_batch or settings.batch_size
+    blocks = configuration.trained_blocks(job.config)
+    parameters = list(module.parameters())
+    layer = counts.fixed[0] + samples * counts.activations[0]
+    activations = activation_bytes(job) + (layer if checkpointing else 0)
+    number_of_operations = operations(job) * math.ceil(settings.batch_size / samples)
+    job.step()
+    peak = None
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        job.step()
+        peak = torch.cuda.max_memory_allocated(device)
+        activations = peak - before - bytes_of(parameters)  # the rest of what a step adds are gradients, one per parameter
+    seconds = statistics.median(interleaved({"step": job.step}, device)["step"])
+    state = [value for values in optimizer.state.values() for value in values.values()]
+    step_operations = predicted_operations(counts, job.layers, settings.batch_size, checkpointing)
+    return {
+        "num_blocks": blocks,
+        "checkpointing": checkpointing,
+        "layers": job.layers,
+        "parameters_bytes": bytes_of(parameters),
+        "gradients_bytes": bytes_of(parameters),
+        "optimizer_bytes": bytes_of(state),
+        "ema_bytes": bytes_of(job.part.ema.values()),
+        "activations_bytes": activations,
+        "ends_parameters_bytes": 4 * counts.parameters[1],
+        "ends_activations_bytes": counts.fixed[1] + samples * counts.activations[1],
+        "formula_bytes": (4 * 4 * counts.parameters[0] + layer) * job.layers,
+        "predicted_activations_bytes": predicted_activations(counts, job.layers, samples, checkpointing),
+        "peak_bytes": peak,
+        "operations": number_of_operations,
+        "predicted_operations": step_operations,
+        "step_seconds": seconds,
+        "predicted_seconds": step_operations / rate,
+        "outside_share": statistics.median(share_outside(job) for _ in range(ROUNDS)),
+        "all_blocks_seconds": blocks * seconds,
+        "sample_seconds": sample_seconds(job, kind),
+    }
+
+
+def sample_seconds(job: Job, kind: ModuleType) -> float:
+    """Returns the seconds per sample at the sampler's steps: those of one evaluation of the denoiser, times their number."""
+    sampler, device = job.config.sampler, job.hardware.device
+    evaluations = sampler.steps if sampler.name == "euler" else 2 * sampler.steps - 1
+    job.part.module.checkpointing = False
+    evaluate = kind.one_evaluation(job.config, job.block, job.part.module, job.hardware)
+    once = statistics.median(interleaved({"once": evaluate}, device)["once"])
+    return evaluations * once / job.config.train.batch_size
+
+
+def calibrate(config: Config, kind: ModuleType, hardware: Hardware, counts: Counts) -> float:
+    """Returns the operations per second of a step of a network of three layers, on a batch of half a GiB at most."""
+    most = max(2**29 // predicted_activations(counts, 3, 1, False), 1)
+    samples = min(config.train.micro_batch or config.train.batch_size, most)
+    model = dataclasses.replace(config.model, depth=min(config.model.depth, 3))
+    job = make_job(variant(dataclasses.replace(config, model=model), 1, batch_size=samples, micro_batch=None), kind, hardware)
+    seconds = statistics.median(interleaved({"step": job.step}, hardware.device)["step"])
+    return predicted_operations(counts, job.layers, samples, False) / seconds
+
+
+def profile(config: Config, kind: ModuleType, hardware: Hardware, folder: Path) -> None:
+    """Measures end-to-end training and 2, 3, 4 and 6 blocks; prints the tables and writes profile.json, .csv and .png."""
+    counts = count(config, kind, hardware)
+    rate = calibrate(config, kind, hardware, counts)
+    rows = []
+    for num_blocks in cuts(config):
+        job = make_job(variant(config, num_blocks, activation_checkpointing=False), kind, hardware)
+        rows += [measure(job, counts, rate, kind, checkpointing) for checkpointing in (False, True)]
+    for row in rows:
+        end_to_end = next(r for r in rows if r["num_blocks"] == 1 and r["checkpointing"] == row["checkpointing"])
+        row["relative_step"] = row["all_blocks_seconds"] / end_to_end["all_blocks_seconds"]
+        row["relative_speed"] = end_to_end["sample_seconds"] / row["sample_seconds"]
+    about = {
+        "model": dataclasses.asdict(config.model),
+        "batch_size": config.train.batch_size,
+        "micro_batch": config.train.micro_batch,
+        "hardware": dataclasses.asdict(hardware) | {"device": hardware.name},
+        "sampler": {"steps": config.sampler.steps, "name": config.sampler.name, "guidance": config.sampler.guidance},
+        "counts": dataclasses.asdict(counts),
+    }
+    with checkpoint.locked(folder):
+        write(folder, "profile", {**about, "rows": rows}, rows)
+        plots.plot_profile(rows, folder / "profile.png")
+    print_profile(rows)
+    print(f"profile: {folder / 'profile.json'}, profile.csv, profile.png")
+
+
+def print_profile(rows: list[dict[str, Any]]) -> None:
+    """Prints the profile as two tables: memory, and the paper's appendix H with the relative speed."""
+    print("\nMemory of one block's job in MiB; (4P + A)L/B is the method's own count, without EMA, embeddings and head")
+    head = ("blocks", "checkp.", "params", "grads", "optim.", "EMA", "activ.", "sum", "(4P + A)L/B", "ends' par.", "ends' act.")
+    cells = [
+        [
+            row["num_blocks"],
+            "yes" if row["checkpointing"] else "no",
+            *(mebi(row[f"{name}_bytes"]) for name in ("parameters", "gradients", "optimizer", "ema", "activations")),
+            mebi(total_bytes(row)),
+            "" if row["checkpointing"] else mebi(row["formula_bytes"]),
+            mebi(row["ends_parameters_bytes"]),
+            mebi(row["ends_activations_bytes"]),
+        ]
+        for row in rows
+    ]
+    print_table(head, cells)
+    print("\nTime as in appendix H: a block's step, times the number of blocks, against end to end; a sample, and its speed")
+    head = ("blocks", "checkp.", "GFLOP", "s/step", "predicted", "outside", "times blocks", "relative", "s/sample", "speed")
+    cells = [
+        [
+            row["num_blocks"],
+            "yes" if row["checkpointing"] else "no",
+            f"{row['operations'] / 1e9:.4g}",
+            f"{row['step_seconds']:.4f}",
+            f"{row['predicted_seconds']:.4f}",
+            f"{row['outside_share']:.1%}",
+            f"{row['all_blocks_seconds']:.4f}",
+            f"{row['relative_step']:.3f}",
+            f"{row['sample_seconds']:.4g}",
+            f"{row['relative_speed']:.2f}",
+        ]
+        for row in rows
+    ]
+    print_table(head, cells)
+
+
+def total_bytes(row: Mapping[str, Any]) -> int:
+    """Returns what one block's job holds at its peak."""
+    return sum(row[f"{name}_bytes"] for name in ("parameters", "gradients", "optimizer", "ema", "activations"))
+
+
+def mebi(value: float) -> str:
+    """Returns bytes as MiB."""
+    return f"{value / 2**20:.1f}"
+
+
+def print_table(head: Iterable[str], rows: Iterable[Iterable[Any]]) -> None:
+    """Prints right-aligned columns."""
+    lines = [list(head), *([str(cell) for cell in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
+
+
+def write(folder: Path, name: str, whole: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    """Writes a result as JSON and its rows as CSV."""
+    (folder / f"{name}.json").write_text(json.dumps(whole, indent=1) + "\n")
+    with open(folder / f"{name}.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0].keys())
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# mode=plan
+
+UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+def parse_bytes(text: str) -> int:
+    """Returns the bytes of a text such as 8GiB.
+
+    Raises:
+        SettingError: not a number with a unit.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]+)\s*", text)
+    require(
+        found is not None and found[2].upper() in UNITS and float(found[1]) > 0,
+        f"memory={text} is not a size: write a number and a unit, such as memory=8GiB",
+    )
+    return int(float(found[1]) * UNITS[found[2].upper()])
+
+
+def micro_batches(batch_size: int) -> list[int]:
+    """Returns sizes of micro-batches, the whole batch first, each half of the one before, rounded up."""
+    sizes = [batch_size]
+    while sizes[-1] > 1:
+        sizes.append(math.ceil(sizes[-1] / 2))
+    return sizes
+
+
+def plan_row(config: Config, counts: Counts, rate: float, memory: int, checkpointing: bool, offload: bool) -> dict[str, Any]:
+    """Returns what the largest micro-batch that fits needs; where none fits, what the smallest would need.
+
+    On the device are 16 bytes per parameter (the parameter, two moments, EMA) of every block, or with offload of one, 4 more
+    for the gradients of the block in training, and its activations.
+    """
+    settings = config.train
+    blocks = configuration.trained_blocks(config)
+    layers = configuration.layer_split(config)
+    parameters = [count * counts.parameters[0] + counts.parameters[1] for count in layers]
+    state = 16 * (max(parameters) if offload else sum(parameters)) + 4 * max(parameters)
+    for micro_batch in micro_batches(settings.batch_size):
+        needed = state + predicted_activations(counts, max(layers), micro_batch, checkpointing)
+        if needed <= memory:
+            break
+    seconds = predicted_operations(counts, max(layers), settings.batch_size, checkpointing) / rate
+    return {
+        "num_blocks": blocks,
+        "checkpointing": checkpointing,
+        "offload": offload,
+        "micro_batch": micro_batch,
+        "bytes": needed,
+        "fits": needed <= memory,
+        "transfer_bytes": 2 * 16 * max(parameters) if offload else 0,
+        "step_seconds": seconds,
+        "all_blocks_seconds": blocks * seconds,
+    }
+
+
+def plan(config: Config, kind: ModuleType, hardware: Hardware, folder: Path) -> None:
+    """Prints and saves which cuts, micro-batches, checkpointing and offload fit a memory, the fastest first.
+
+    Raises:
+        SettingError: none does.
+    """
+    memory = parse_bytes(config.memory)
+    counts = count(config, kind, hardware)
+    rate = calibrate(config, kind, hardware, counts)
+    rows = [
+        plan_row(variant(config, num_blocks), counts, rate, memory, checkpointing, offload)
+        for num_blocks in cuts(config)
+        for checkpointing in (False, True)
+        for offload in ((False, True) if num_blocks > 1 else (False,))
+    ]
+    least = min(rows, key=lambda row: row["bytes"])
+    if not any(row["fits"] for row in rows):
+        raise SettingError(
+            f"memory={config.memory} holds no cut of this model: the smallest needs {mebi(least['bytes'])} MiB, with "
+            f"partition.num_blocks={least['num_blocks']}, train.micro_batch=1, activation checkpointing and offload"
+        )
+    rows.sort(key=lambda row: (not row["fits"], row["all_blocks_seconds"], row["bytes"]))
+    with checkpoint.locked(folder):
+        write(folder, "plan", {"memory": memory, "rows": rows, "counts": dataclasses.asdict(counts)}, rows)
+    print(f"\nWhat fits {config.memory}, for a batch of {config.train.batch_size} in {hardware.precision}; a job of one block")
+    print("(train.blocks=[b]) needs what offload needs. Times from the rate measured on this machine, without transfers.")
+    head = ("blocks", "micro-batch", "checkp.", "offload", "MiB", "s/step", "times blocks", "MiB per change of block")
+    cells = [
+        [
+            row["num_blocks"],
+            row["micro_batch"],
+            "yes" if row["checkpointing"] else "no",
+            "yes" if row["offload"] else "no",
+            mebi(row["bytes"]),
+            f"{row['step_seconds']:.4g}",
+            f"{row['all_blocks_seconds']:.4g}",
+            mebi(row["transfer_bytes"]) if row["offload"] else "",
+        ]
+        for row in rows
+        if row["fits"]
+    ]
+    print_table(head, cells)
+    print(f"plan: {folder / 'plan.json'}, plan.csv")
