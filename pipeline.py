@@ -21,7 +21,7 @@ import parallel
 import plots
 import profiling
 import train as training
-from config import Config, SettingError, require
+from config import Config, SamplerConfig, SettingError, require
 from data import ImageData
 from hardware import Hardware
 from kinds import KINDS, build_objective, trained_parts
@@ -228,7 +228,8 @@ def use(config: Config, data: ImageData | None, folder: Path, hardware: Hardware
     question = configuration.digest([dataclasses.asdict(config.eval), dataclasses.asdict(config.sampler), weights])
     results = [result for result in read_results(folder) if question in result["questions"]]
     if config.mode == "sample" or not results:
-        model = checkpoint.load_model(folder, config.sampler.weights, str(hardware.device), resident=config.sampler.resident)
+        resident = config.sampler.resident if isinstance(config.sampler, SamplerConfig) else "all"
+        model = checkpoint.load_model(folder, config.sampler.weights, str(hardware.device), resident=resident)
         if config.mode == "sample":
             print(f"samples: {kind.sample(config, model, weights, folder, config.sampler, world)}")
             return

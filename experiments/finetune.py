@@ -389,7 +389,8 @@ def build_parts(
         if accelerator.num_processes > 1:
             for parameter in parameters.values():
                 parameter.register_post_accumulate_grad_hook(average)
-        optimizer = torch.optim.AdamW(parameters.values(), lr=config.learning_rate, weight_decay=config.weight_decay, fused=True)
+        # In the module's order, which ParameterDict sorts: the loop pairs the optimizer's parameters with their averages.
+        optimizer = torch.optim.AdamW(module.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay, fused=True)
         parts[name] = Part(module, {key: value.detach().clone() for key, value in module.named_parameters()}, optimizer)
     return parts
 

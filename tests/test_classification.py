@@ -356,7 +356,7 @@ def test_data_that_do_not_fit(cache, monkeypatch):
         classification.load(make_classifier(data={"num_classes": 5, "cache": str(cache)}))
     config = make_classifier(data={"cache": str(cache)})
     latents = LatentsConfig("imagenet256_latents", vae="vae", image_size=16, size=8, channels=4, num_classes=10)
-    with pytest.raises(SettingError, match="takes images, not latents"):
+    with pytest.raises(SettingError, match="classifies images: data=imagenet256_latents is not for it"):
         configuration.resolve(dataclasses.replace(config, data=latents))
     data = classification.load(config)
     one = dataclasses.replace(data, train=type(data.train)(data.train.images, np.zeros_like(data.train.labels)))

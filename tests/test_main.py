@@ -280,7 +280,12 @@ def test_labels_out_of_range_are_refused(tmp_path):
 
 def test_help_reads_well(tmp_path):
     text = command_line("--help", cwd=tmp_path).stdout
-    for words in ("the demo", "mode is one of", "partition: cross_entropy, custom, equi_probability", "num_blocks: 3"):
+    for words in (
+        "the demo",
+        "mode is one of",
+        "partition: cross_entropy, custom, equal_nats, equi_probability",
+        "num_blocks: 3",
+    ):
         assert words in text
 
 
