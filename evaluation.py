@@ -4,7 +4,6 @@ A number says nothing without how it was measured, so `sample_scores` returns bo
 whose protocols differ do not belong in one column. What cannot be computed is None, and `omitted` in the protocol says why.
 """
 
-import hashlib
 import importlib.metadata
 import math
 import statistics
@@ -31,6 +30,7 @@ import features as networks
 from config import SettingError, require
 from data import ImageData, Split
 from dblock_modules import LevelDistribution, edm_weight
+from files import checksum
 from randomness import generator, stream_seed
 
 # D(z, sigma, labels), shaped like z (N, ...); labels (N,) int64, or None where the data have none
@@ -305,11 +305,6 @@ def _split(data: ImageData, name: str) -> Split:
     return {"train": data.train, "test": data.test}[name]
 
 
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def _inception_file(path: str | Path | None) -> Path:
     """Returns the file of Inception's weights, downloaded into torch hub's cache where no path is given and it is not there.
 
@@ -328,7 +323,7 @@ def _inception_file(path: str | Path | None) -> Path:
     except (OSError, RuntimeError, UnpicklingError) as error:
         raise SettingError(f"eval.inception_weights: {file} is not a file of weights: fetch {URL_INCEPTION_V3}") from error
     require(
-        _sha256(file).startswith(INCEPTION_SHA256),
+        checksum(file).startswith(INCEPTION_SHA256),
         f"eval.inception_weights: {file} is another file than torch-fidelity's: fetch {URL_INCEPTION_V3}",
     )
     return file
@@ -357,7 +352,7 @@ def _extractor(data_name: str, shape: tuple[int, int, int], features: str, incep
     if features == "inception-v3-compat":
         require(channels in (1, 3), f"eval.features={features} takes images of 1 or 3 channels, these have {channels}")
         weights = _inception_file(inception_weights)
-        return _Extractor(features, weights, _sha256(weights))
+        return _Extractor(features, weights, checksum(weights))
     require(inception_weights is None, f"eval.inception_weights={inception_weights} belongs to eval.features=inception-v3-compat")
     require(
         data_name in networks.SIZES,
@@ -372,7 +367,7 @@ def _extractor(data_name: str, shape: tuple[int, int, int], features: str, incep
     for role in networks.ROLES:
         networks.load_network(data_name, role)
     weights = networks.weights_path(data_name, "features")
-    return _Extractor(f"classifier-{data_name}", weights, _sha256(weights))
+    return _Extractor(f"classifier-{data_name}", weights, checksum(weights))
 
 
 def check_scores(
@@ -473,7 +468,7 @@ def sample_scores(
         "features_sha256": extractor.sha256,
         "features_layer": extractor.layer("fid"),
         "features_device": device.type,
-        "labels_sha256": None if "label_accuracy" in omitted else _sha256(networks.weights_path(data.name, "labels")),
+        "labels_sha256": None if "label_accuracy" in omitted else checksum(networks.weights_path(data.name, "labels")),
         "isc_splits": ISC_SPLITS,
         "kid_subsets": KID_SUBSETS,
         "kid_subset_size": kid_subset_size,

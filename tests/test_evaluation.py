@@ -320,7 +320,7 @@ def test_a_choice_gives_each_class_its_share():
 
 
 def test_inception_scores_colour_and_grey_images(inception_weights, digits, monkeypatch):
-    monkeypatch.setattr(evaluation, "INCEPTION_SHA256", evaluation._sha256(inception_weights))
+    monkeypatch.setattr(evaluation, "INCEPTION_SHA256", evaluation.checksum(inception_weights))
     grey = Split(digits.train.images[:10], digits.train.labels[:10])
     colour = replace(grey, images=np.repeat(grey.images, 3, axis=1))
     results = []
@@ -329,7 +329,7 @@ def test_inception_scores_colour_and_grey_images(inception_weights, digits, monk
         settings = {"split": "test", "features": "inception-v3-compat", "inception_weights": inception_weights}
         results.append(sample_scores(split.images, split.labels, data, **settings))
     assert results[0]["scores"] == results[1]["scores"]
-    assert results[0]["protocol"]["features_sha256"] == evaluation._sha256(inception_weights)
+    assert results[0]["protocol"]["features_sha256"] == evaluation.checksum(inception_weights)
     assert results[0]["protocol"]["omitted"] == {"label_accuracy": "there is no classifier for image_folder"}
 
 

@@ -171,7 +171,7 @@ def test_an_encoder_killed_from_outside_goes_on_to_the_same_bytes(folder, encode
 
 def test_from_images_to_scores(folder, encoded, inception_weights, tmp_path, monkeypatch):
     """Encoded latents are trained on, sampled, decoded and scored; the references are computed once and kept by name."""
-    monkeypatch.setattr(evaluation, "INCEPTION_SHA256", evaluation._sha256(inception_weights))
+    monkeypatch.setattr(evaluation, "INCEPTION_SHA256", evaluation.checksum(inception_weights))
     monkeypatch.setattr(evaluation, "REFERENCE_FEATURES", 10)  # the test split is a large one
     monkeypatch.setattr(evaluation, "REFERENCE_CHUNK", 5)
     config = configuration.Config(
