@@ -308,7 +308,7 @@ def comparable(identity: dict[str, Any]) -> dict[str, Any]:
     Not where the data lie, since their fingerprint is compared, nor the precision that was asked for, since the one that was
     used is.
     """
-    plain = json.loads(json.dumps(identity))
+    plain = configuration.without_later(json.loads(json.dumps(identity)))
     for group, key in (("data", "path"), ("train", "precision")):
         plain[group].pop(key, None)
     return plain

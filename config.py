@@ -1196,7 +1196,25 @@ def trained_identity(config: Config) -> dict[str, Any]:
     unnamed = ("log_every", "checkpoint_every", "sample_every", "evaluate_every", "parallel", "shard")
     for key in (*unnamed, "activation_checkpointing", "offload", "switch_every"):
         del kept["train"][key]
-    return kept
+    return without_later(kept)
+
+
+# Settings that came after the first runs of record, with the value that means what those runs did. At that value they are no
+# part of a run's identity, so a new setting neither renames finished runs nor parts their records from those of later ones.
+LATER = {
+    "data": {"crop": 0, "randaugment": False},
+    "train": {"init_from": None, "init_layers": "slice"},
+}
+
+
+def without_later(identity: dict[str, Any]) -> dict[str, Any]:
+    """Returns a run's identity without the settings that came later and that change nothing in it."""
+    return {
+        group: {key: value for key, value in settings.items() if LATER.get(group, {}).get(key, REQUIRED) != value}
+        if isinstance(settings, dict)
+        else settings
+        for group, settings in identity.items()
+    }
 
 
 def digest(value: Any, length: int = 10) -> str:

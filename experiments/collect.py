@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from config import digest
+from config import digest, without_later
 from sampler import load_arrays
 from train import read_metrics
 
@@ -65,7 +65,12 @@ def protocol_of(result: dict[str, Any], setting: str) -> dict[str, Any]:
     varied = [*VARIED, *typed, *(f"trained.{key}" for key in typed)]
     if result["kind"] == "floor":
         varied += ["trained", "trained_on", "weights"]  # real images have no model
-    protocol = {**result["protocol"], "trained_on": {"precision": result["protocol"]["trained_on"]["precision"]}}
+    measured = result["protocol"]
+    protocol = {
+        **measured,
+        "trained": without_later(measured["trained"]),
+        "trained_on": {"precision": measured["trained_on"]["precision"]},
+    }
     return {key: value for key, value in flatten(protocol).items() if not is_under(key, varied)}
 
 

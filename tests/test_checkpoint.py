@@ -6,7 +6,7 @@ import os
 import numpy as np
 import pytest
 import torch
-from conftest import make_config
+from conftest import make_classifier, make_config
 from safetensors.torch import load_file, save_file
 from test_train import fit, hardware, only, state
 
@@ -153,6 +153,20 @@ def test_resume_refuses_other_data_and_precision(jobs, digits):
     asked = make_config(train={"precision": "auto"})
     assert check_resume(jobs / "all", description(asked, digits, precision="fp32")) == []  # whether named or found
     assert check_resume(jobs / "all", description(make_config(data={"path": "/moved"}), digits)) == []
+
+
+def test_a_setting_that_came_later_is_no_part_of_a_run_that_does_not_use_it(jobs, digits):
+    """Whether a run was made before the setting was there, or written out when it was."""
+    ours = description(make_config(), digits)
+    for group, settings in configuration.LATER.items():
+        for key, value in settings.items():
+            assert key not in ours["identity"][group]
+            written = {**ours, "identity": {**ours["identity"], group: {**ours["identity"][group], key: value}}}
+            assert check_resume(jobs / "all", written) == []
+            written["identity"][group][key] = "other"
+            with pytest.raises(SettingError, match=f"{group}.{key}"):
+                check_resume(jobs / "all", written)
+    assert configuration.trained_identity(make_classifier())["data"]["crop"] == 1
 
 
 def test_resume_allows_what_may_change(jobs, digits):

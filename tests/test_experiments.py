@@ -273,6 +273,20 @@ def test_a_protocol_leaves_out_what_the_table_varies_and_nothing_else(tiny_run):
     assert protocol() != protocol(objective__weighting="flat")
 
 
+def test_new_settings_do_not_part_runs_from_the_records():
+    """A setting that joined the schema stands in config.LATER, or today's runs could share no column with the recorded ones."""
+    config = resolved("experiment=main", "scale=digits")
+    result = {
+        "kind": "heldout_loss",
+        "protocol": {"trained": configuration.trained_identity(config), "trained_on": {"precision": ""}},
+    }
+    ours = {key for key in collect.protocol_of(result, "method=diffusion_blocks") if key.startswith("trained.")}
+    recorded = {row["protocol"] for row in collect.read_rows(collect.RECORDS / "main.csv") if row["metric"] == "heldout_loss"}
+    protocols = json.loads((collect.RECORDS / "protocols.json").read_text())
+    for key in recorded:
+        assert ours == {name for name in protocols[key] if name.startswith("trained.")}
+
+
 def row(setting: str, seed: int, value: float, **changes: str) -> dict[str, str]:
     usual = dict.fromkeys(collect.COLUMNS, "") | {"table": "overlap", "scale": "digits", "paper": "v1", "match": "layer_work"}
     return (
