@@ -605,9 +605,11 @@ def paper_cell(value: float | None) -> str:
 
 
 def cell(item: Shown, setting: str) -> str:
-    """Returns a setting's value, mean ± standard deviation, or the means of a series."""
+    """Returns a setting's value, mean ± standard deviation, or the means of a series; what is counted has no deviation."""
     if not item.score.series:
-        return with_spread(item.values[0][setting]) if setting in item.values[0] else ""
+        seeds = item.values[0].get(setting, {})
+        counted = not item.score.better and len(set(seeds.values())) == 1
+        return "" if not seeds else number(next(iter(seeds.values()))) if counted else with_spread(seeds)
     return ", ".join(f"{statistics.fmean(values[setting].values()):.3g}" for values in item.values if setting in values)
 
 
