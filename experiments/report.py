@@ -83,6 +83,7 @@ LABELS = (
 BY_BLOCK = (
     Score("denoising_nats_block", "nats of the label, by block", series=True),
     Score("denoising_cross_entropy_block", "cross-entropy, by block", series=True),
+    Score("denoising_cross_entropy_on_other_images_block", "cross-entropy on other labels' images, by block", series=True),
 )
 TEXT = (
     Score("next_token_bits", "next-token bits per character", "lower", judged=True),
@@ -94,7 +95,11 @@ TEXT = (
     *MEMORY,
     Score("seconds", "seconds"),
 )
-MASKED = (replace(TEXT[1], judged=True), replace(TEXT[2], judged=False), *TEXT[3:])
+NATS = (
+    Score("nats_block", "nats of the bound, by block", series=True),
+    Score("embedding_nats_block", "nats that the noisy embedding gives away, by block", series=True),
+)
+MASKED = (replace(TEXT[1], judged=True), replace(TEXT[2], judged=False), *TEXT[3:], NATS[0])
 # The paper's metrics: what they are called, and what is better.
 PAPER = {
     "fid": ("FID", "lower"),
@@ -252,7 +257,8 @@ TABLES = (
         "classification_choices",
         "Classification: choices of DiffusionBlocks",
         "One choice changed at a time; `preset=released` has those of the released code together. The nats are those of the "
-        "label that the noisy embedding gives away between a block's edges, the cross-entropy is the block's on its own levels. "
+        "label that the noisy embedding gives away between a block's edges, the cross-entropy is the block's on its own levels; "
+        "a block that does as well on images of other labels ignores its image. "
         "`eval.` changes how a trained model predicts, not its weights.",
         "method=diffusion_blocks",
         scores=(*LABELS, *BY_BLOCK),
@@ -298,7 +304,7 @@ TABLES = (
         "the noisy text beside the clean one, which costs twice as much a step; its values stand at the inline blocks.",
         "method=end_to_end objective=next_token",
         _autoregressive,
-        scores=TEXT,
+        scores=(*TEXT, *NATS),
         metrics=("mauve", "ppl_llama2", "ppl_gpt2xl"),
         against=("lm1b", "mauve"),
         floor="held-out text",
@@ -323,7 +329,7 @@ TABLES = (
         "pass. Equal steps are equal tokens; three times the steps are the paper's ratio of epochs, 15 to 5.",
         "objective=next_token",
         _recurrent,
-        scores=TEXT,
+        scores=(*TEXT, *NATS),
         metrics=("mauve", "ppl_llama2", "ppl_gpt2xl"),
         against=("lm1b", "mauve"),
         floor="held-out text",
@@ -335,7 +341,7 @@ TABLES = (
         "The same depth cut into more blocks; one block is diffusion without the blocking.",
         "partition.num_blocks=1",
         lambda row: f"partition.num_blocks={row['num_blocks']}" if row["table"] == "num_blocks" else None,
-        scores=TEXT,
+        scores=(*TEXT, *NATS),
         metrics=("mauve",),
         against=("lm1b", "mauve"),
         floor="held-out text",
