@@ -18,6 +18,7 @@ nothing was drawn, or where a score is of several temperatures together.
 import argparse
 import csv
 import json
+import re
 import shlex
 from collections.abc import Iterable
 from pathlib import Path
@@ -47,6 +48,7 @@ METRICS = ("frechet_inception_distance", "precision", "recall", "label_accuracy"
 
 # Typed to say where and how loudly a run works, not what it is; or columns of their own.
 PLACE = ("experiment", "scale", "paper", "match", "seed", "out", "folder", "device", "threads", "mode", "log", "data.cache")
+PLACE += ("data.path",)  # what is there, the fingerprint in the protocol says
 PLACE += ("train.log_every", "train.checkpoint_every", "train.sample_every", "train.evaluate_every", "sampler.batch_size")
 # What a protocol leaves out: what a table varies, what follows from it, and what changes rounding at most.
 VARIED = ("trained.method", "trained.partition", "trained.seed", "trained.train.block_order", "trained.train.block_probability")
@@ -58,7 +60,8 @@ _LABELS = ("trained.objective", "trained.model.label_token", "trained.model.adaL
 _RELEASED = ("trained.model.mlp_ratio", "trained.model.dropout", "weights", "trained.train.learning_rate")
 _RELEASED += ("trained.train.schedule", "trained.train.warmup_steps", "trained.train.weight_decay")
 VARIED_IN = {"classification": (*_LABELS, *_RELEASED), "noprop": _LABELS, "target_table": _LABELS, "speed": _LABELS}
-VARIED_IN |= dict.fromkeys(("text_ar", "text_recurrent"), ("trained.objective", "trained.train.steps"))
+_TEXT = ("text_ar", "text_recurrent", "lm1b_ar", "owt_ar", "lm1b_recurrent")
+VARIED_IN |= dict.fromkeys(_TEXT, ("trained.objective", "trained.train.steps"))
 
 
 def is_under(key: str, names: Iterable[str]) -> bool:
@@ -67,8 +70,11 @@ def is_under(key: str, names: Iterable[str]) -> bool:
 
 
 def setting_of(overrides: list[str]) -> str:
-    """Returns what makes a run one setting of its table: what was typed or swept, without where it ran, in order of the keys."""
-    pairs = [override.partition("=") for override in overrides]
+    """Returns what makes a run one setting of its table: what was typed or swept, without where it ran, in order of the keys.
+
+    A sweep writes True where one types true.
+    """
+    pairs = [re.sub("=(True|False)$", lambda found: found[0].lower(), override).partition("=") for override in overrides]
     return " ".join(sorted(f"{key}={value}" for key, _, value in pairs if not is_under(key.lstrip("+~"), PLACE)))
 
 

@@ -91,6 +91,9 @@ TEXT = (
     Score("known_words_matched", "known words at held-out entropy, %", "higher", unit=100, judged=True),
     Score("known_words", "known words, %", at="1.0", unit=100),
     Score("distinct_2_ratio", "distinct-2 over held-out", at="1.0"),
+    Score("mauve", "MAUVE", "higher", at="1.0", judged=True),
+    Score("perplexity_Llama-2-7b-hf", "perplexity (Llama 2)", "lower", at="1.0"),
+    Score("perplexity_gpt2-xl", "perplexity (GPT-2 XL)", "lower", at="1.0"),
     Score("token_layers", "token-layers, millions", unit=1e-6),
     *MEMORY,
     Score("seconds", "seconds"),
@@ -167,17 +170,9 @@ def _speed(row: Row) -> str | None:
     return {"end_to_end": "method=end_to_end", "one_block": "method=diffusion_blocks"}.get(row["method"])
 
 
-def _autoregressive(row: Row) -> str | None:
-    if row["table"] not in ("main", "autoregressive"):
-        return None
-    plain, blocks = "method=end_to_end objective=next_token", "method=diffusion_blocks objective=token_diffusion_inline"
-    return plain if row["method"] == "end_to_end" else blocks
-
-
-def _recurrent(row: Row) -> str | None:
-    if row["table"] != "recurrent":
-        return None
-    return "objective=next_token" if row["method"] == "end_to_end" else "objective=token_diffusion_inline train.steps=3000"
+def _plain_or(tables: tuple[str, ...], plain: str, diffusion: str) -> Callable[[Row], str | None]:
+    """Returns what finds the settings of a plain model and of diffusion among the paper's rows of some tables."""
+    return lambda row: None if row["table"] not in tables else plain if row["method"] == "end_to_end" else diffusion
 
 
 TABLES = (
@@ -282,7 +277,7 @@ TABLES = (
         "The table of label embeddings",
         "Fixed from the seed, or learned with all blocks in one job; rows of norm 1, or not. A mean cosine of 1 is a table that "
         "has collapsed.",
-        "objective.normalize=True objective.table=fixed",
+        "objective.normalize=true objective.table=fixed",
         scores=(*LABELS[:4], Score("denoising_table_cosine", "mean cosine of rows"), *LABELS[4:]),
         plotted=False,
     ),
@@ -303,7 +298,11 @@ TABLES = (
         "The plain model, diffusion with one block, and blocks, at equal token-layers. The paper's layout is `token_diffusion`, "
         "the noisy text beside the clean one, which costs twice as much a step; its values stand at the inline blocks.",
         "method=end_to_end objective=next_token",
-        _autoregressive,
+        _plain_or(
+            ("main", "autoregressive"),
+            "method=end_to_end objective=next_token",
+            "method=diffusion_blocks objective=token_diffusion_inline",
+        ),
         scores=(*TEXT, *NATS),
         metrics=("mauve", "ppl_llama2", "ppl_gpt2xl"),
         against=("lm1b", "mauve"),
@@ -328,7 +327,7 @@ TABLES = (
         "The plain model repeats its core at random and backpropagates through the last repetitions; as diffusion a step is one "
         "pass. Equal steps are equal tokens; three times the steps are the paper's ratio of epochs, 15 to 5.",
         "objective=next_token",
-        _recurrent,
+        _plain_or(("recurrent",), "objective=next_token", "objective=token_diffusion_inline train.steps=3000"),
         scores=(*TEXT, *NATS),
         metrics=("mauve", "ppl_llama2", "ppl_gpt2xl"),
         against=("lm1b", "mauve"),
@@ -346,6 +345,28 @@ TABLES = (
         against=("lm1b", "mauve"),
         floor="held-out text",
     ),
+)
+# The paper's scales have overlays of their own, with EDM's levels and weight.
+_BY_NAME = {table.name: table for table in TABLES}
+_EDM = "method=diffusion_blocks objective=token_diffusion_edm"
+_EDM_BLOCKS = _plain_or(("main", "autoregressive"), "method=end_to_end objective=next_token", _EDM)
+_PLAIN = "objective=next_token train.steps=79500"
+_EDM_AR = replace(
+    _BY_NAME["text_ar"], about="The plain model, diffusion with one block, and blocks, in the paper's layout.", paper=_EDM_BLOCKS
+)
+TABLES += (
+    replace(_EDM_AR, name="lm1b_ar", title="Autoregressive language model, LM1B"),
+    replace(_EDM_AR, name="owt_ar", title="Autoregressive language model, OpenWebText"),
+    replace(_BY_NAME["text_masked"], name="text8_masked", title="Masked diffusion language model, text8"),
+    replace(
+        _BY_NAME["text_recurrent"],
+        name="lm1b_recurrent",
+        title="Recurrent depth, LM1B",
+        about="The plain model over 5 epochs, diffusion over 15.",
+        reference=_PLAIN,
+        paper=_plain_or(("recurrent",), _PLAIN, "objective=token_diffusion_edm_inline"),
+    ),
+    replace(_BY_NAME["text_num_blocks"], name="lm1b_num_blocks", title="Number of blocks, autoregressive, LM1B"),
 )
 
 
