@@ -138,7 +138,7 @@ def compared(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
             result["scores"]["distinct_2_ratio"] = ours / real["distinct_2"] if ours and real["distinct_2"] else None
         entropies, known = ([result["scores"][name] for result in drawn] for name in ("entropy", "known_words"))
         scores = {}
-        if None not in (*entropies, *known):
+        if None not in (*entropies, *known, real["entropy"]):
             scores["known_words_matched"] = at_matched_entropy(entropies, known, real["entropy"])
         temperatures = [result["protocol"]["sampler"]["temperature"] for result in drawn]
         sampler = {**drawn[0]["protocol"]["sampler"], "temperature": temperatures}
