@@ -147,6 +147,7 @@ def plot_settings(
     settings: Sequence[str],
     ours: Sequence[tuple[str, Mapping[str, Mapping[int, float]]]],
     paper: Mapping[str, Mapping[str, float]],
+    metric: str,
     path: str | Path,
 ) -> None:
     """Draws scores over the settings of a table, a panel for each of ours, the paper's on an axis of its own.
@@ -155,6 +156,7 @@ def plot_settings(
         labels: of the settings, in their order.
         ours: (name, setting -> seed -> value); the mean is drawn, with the range over seeds.
         paper: name -> setting -> value; settings that are not there leave a gap.
+        metric: what the paper's values are.
     """
     figure = Figure(figsize=(1.2 + 5.4 * len(ours), 4.2), dpi=80, layout="constrained")
     positions = np.arange(len(settings))
@@ -176,7 +178,7 @@ def plot_settings(
             color, style = CURVE_COLORS[1 + index % 5], CURVE_STYLES[1 + index % 3]
             theirs.plot(positions, points, marker="s", markersize=4, color=color, linestyle=style, linewidth=1, label=title)
         if paper:
-            theirs.set_ylabel("the paper's FID")
+            theirs.set_ylabel(f"the paper's {metric}")
         else:
             theirs.set_axis_off()
     if paper:

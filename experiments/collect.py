@@ -10,11 +10,15 @@ a row is what one seed scored for one setting of one table under one protocol. e
     curves.csv       a row per run and table: the held-out loss during training
     protocols.json   what each protocol's digest stands for
     samples/         for the lowest seed of each setting, its first images as a PNG
+
+`guidance` is the sampler's dial of a score of what was drawn: guidance for images, temperature for text. It is empty where
+nothing was drawn, or where a score is of several temperatures together.
 """
 
 import argparse
 import csv
 import json
+import re
 import shlex
 from collections.abc import Iterable
 from pathlib import Path
@@ -25,27 +29,39 @@ from PIL import Image
 
 from config import digest, without_later
 from sampler import load_arrays
+from text_scores import at_matched_entropy
 from train import read_metrics
 
 RECORDS = Path(__file__).resolve().parent / "records"
 OTHERS = ("edges",)  # records that other scripts write
-FLOOR = "floor"  # the setting under which the scores of real images stand
+FLOOR = "floor"  # the setting under which the scores of real images and of held-out text stand
 IMAGES = 20  # of each setting, with the same seeds and labels for all
 
 KEY = ("table", "scale", "paper", "match", "setting", "seed", "metric", "guidance", "protocol")
 COLUMNS = (*KEY, "value", "seconds", "command", "commit", "hardware")
 SERIES = ("table", "scale", "paper", "match", "setting", "seed", "protocol")
-CLASSIFICATION = ("classification", "label_denoising", "training_cost")  # kinds of result of which every score is a row
+# Kinds of result of which every score is a row, and what its name begins with there where another kind has the same.
+WHOLE = {"classification": "", "label_denoising": "denoising_", "training_cost": "", "likelihood": "", "next_token": ""}
+WHOLE |= {"embeddings": "embedding_", "generated_text": "", "matched_text": "", "heldout_text": ""}
+REAL = ("floor", "heldout_text")  # kinds of result that are of real data, without a model
 METRICS = ("frechet_inception_distance", "precision", "recall", "label_accuracy", "nearest_train_distance_mean")
 
 # Typed to say where and how loudly a run works, not what it is; or columns of their own.
 PLACE = ("experiment", "scale", "paper", "match", "seed", "out", "folder", "device", "threads", "mode", "log", "data.cache")
+PLACE += ("data.path",)  # what is there, the fingerprint in the protocol says
 PLACE += ("train.log_every", "train.checkpoint_every", "train.sample_every", "train.evaluate_every", "sampler.batch_size")
 # What a protocol leaves out: what a table varies, what follows from it, and what changes rounding at most.
 VARIED = ("trained.method", "trained.partition", "trained.seed", "trained.train.block_order", "trained.train.block_probability")
 VARIED += ("trained.train.match", "trained.train.blocks", "trained.train.precision", "trained.data.path")
 VARIED += ("steps_trained", "checksums", "visits", "environment", "machines", "trained_at", "features_device")
 VARIED += ("sampler.batch_size",)
+# By table, what its settings differ in without typing it: what their methods and objectives do not use, and what a preset sets.
+_LABELS = ("trained.objective", "trained.model.label_token", "trained.model.adaLN", "trained.model.share", "sampler")
+_RELEASED = ("trained.model.mlp_ratio", "trained.model.dropout", "weights", "trained.train.learning_rate")
+_RELEASED += ("trained.train.schedule", "trained.train.warmup_steps", "trained.train.weight_decay")
+VARIED_IN = {"classification": (*_LABELS, *_RELEASED), "noprop": _LABELS, "target_table": _LABELS, "speed": _LABELS}
+_TEXT = ("text_ar", "text_recurrent", "lm1b_ar", "owt_ar", "lm1b_recurrent")
+VARIED_IN |= dict.fromkeys(_TEXT, ("trained.objective", "trained.train.steps"))
 
 
 def is_under(key: str, names: Iterable[str]) -> bool:
@@ -54,17 +70,20 @@ def is_under(key: str, names: Iterable[str]) -> bool:
 
 
 def setting_of(overrides: list[str]) -> str:
-    """Returns what makes a run one setting of its table: what was typed or swept, without where it ran, in order of the keys."""
-    pairs = [override.partition("=") for override in overrides]
+    """Returns what makes a run one setting of its table: what was typed or swept, without where it ran, in order of the keys.
+
+    A sweep writes True where one types true.
+    """
+    pairs = [re.sub("=(True|False)$", lambda found: found[0].lower(), override).partition("=") for override in overrides]
     return " ".join(sorted(f"{key}={value}" for key, _, value in pairs if not is_under(key.lstrip("+~"), PLACE)))
 
 
-def protocol_of(result: dict[str, Any], setting: str) -> dict[str, Any]:
-    """Returns how a result was measured and on what it was trained, flat, without what the setting varies."""
+def protocol_of(result: dict[str, Any], setting: str, table: str) -> dict[str, Any]:
+    """Returns how a result was measured and on what it was trained, flat, without what the setting or its table varies."""
     typed = [pair.partition("=")[0] for pair in setting.split()]
-    varied = [*VARIED, *typed, *(f"trained.{key}" for key in typed)]
-    if result["kind"] == "floor":
-        varied += ["trained", "trained_on", "weights"]  # real images have no model
+    varied = [*VARIED, *VARIED_IN.get(table, ()), *typed, *(f"trained.{key}" for key in typed)]
+    if result["kind"] in REAL:
+        varied += ["trained", "trained_on", "weights"]
     measured = result["protocol"]
     protocol = {
         **measured,
@@ -80,6 +99,57 @@ def flatten(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     for key, item in value.items():
         flat |= flatten(item, f"{prefix}{key}.") if isinstance(item, dict) else {f"{prefix}{key}": item}
     return flat
+
+
+def scores_of(result: dict[str, Any]) -> dict[tuple[str, Any], float | None]:
+    """Returns the scores of a result of which every one is a row, by metric and temperature, with what it has by step and block.
+
+    A bound is no likelihood and has a name of its own.
+    """
+    kind, prefix = result["kind"], WHOLE[result["kind"]]
+    dial = result["protocol"]["sampler"]["temperature"] if kind == "generated_text" else ""
+    found = {f"{prefix}{name}": value for name, value in result["scores"].items()}
+    if result["title"] == "bound":
+        found["bits_per_character_bound"] = found.pop("bits_per_character")
+    found |= {f"accuracy_stage_{row['stage']}": row["accuracy"] for row in result.get("stages", ())}
+    for row in result.get("blocks", ()):
+        for name in ("nats", "accuracy", "cross_entropy", "cross_entropy_on_other_images"):
+            found[f"{prefix}{name}_block_{row['block']}"] = row[name]
+    return {(metric, dial): value for metric, value in found.items()}
+
+
+def compared(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns results that are read off a language model's others, so that models of different kinds can be compared.
+
+    `next_token`: bits per character as a next-token model, the likelihood of a plain model and the cross-entropy at sigma_max of
+    token diffusion. `matched_text`: known words at the entropy of held-out text, from the model's own temperatures, where these
+    reach it: samples that are less varied look better. Generated text also gets its distinct-2 over that of held-out text.
+    """
+    by_kind: dict[str, list[dict[str, Any]]] = {}
+    for result in results:
+        by_kind.setdefault(result["kind"], []).append(result)
+    found = []
+    for result in by_kind.get("likelihood", ()):
+        exact = "bits_per_character" if result["title"] == "likelihood" else "bits_per_character_sigma_max"
+        own = {key: value for key, value in result["protocol"].items() if key not in ("draws", "intervals")}
+        protocol = {**own, "metric": "next-token cross-entropy: exact, or at sigma_max"}
+        scores = {"next_token_bits": result["scores"].get(exact)}
+        found.append({"kind": "next_token", "title": "next token", "scores": scores, "protocol": protocol})
+    drawn = by_kind.get("generated_text", [])
+    if drawn and "entropy" in drawn[0]["scores"]:
+        real = by_kind["heldout_text"][-1]["scores"]
+        for result in drawn:
+            ours = result["scores"]["distinct_2"]
+            result["scores"]["distinct_2_ratio"] = ours / real["distinct_2"] if ours and real["distinct_2"] else None
+        entropies, known = ([result["scores"][name] for result in drawn] for name in ("entropy", "known_words"))
+        scores = {}
+        if None not in (*entropies, *known, real["entropy"]):
+            scores["known_words_matched"] = at_matched_entropy(entropies, known, real["entropy"])
+        temperatures = [result["protocol"]["sampler"]["temperature"] for result in drawn]
+        sampler = {**drawn[0]["protocol"]["sampler"], "temperature": temperatures}
+        protocol = {**drawn[0]["protocol"], "sampler": sampler}
+        found.append({"kind": "matched_text", "title": "matched", "scores": scores, "protocol": protocol})
+    return found
 
 
 class Records:
@@ -102,14 +172,15 @@ class Records:
         seconds = round(sum(part["seconds"] for part in parts.values()))
         count = 0
         for asked in json.loads(path.read_text()):
-            for result in (result for result in results if asked["question"] in result["questions"]):
+            own = [result for result in results if asked["question"] in result["questions"]]
+            for result in [*own, *compared(own)]:
                 count += self.add_result(folder, asked, result, seconds)
         return count
 
     def add_result(self, folder: Path, asked: dict[str, Any], result: dict[str, Any], seconds: int) -> int:
         """Adds one result for one table; returns how many rows."""
         setting = setting_of(asked["overrides"])
-        protocol = protocol_of(result, setting)
+        protocol = protocol_of(result, setting, asked["experiment"])
         key = digest(protocol)
         self.protocols[key] = protocol
         machine = result["protocol"]["trained_on"]
@@ -136,11 +207,12 @@ class Records:
             self.add_images(folder / result["sets"][0]["images"], common, guidance)
         elif result["kind"] == "floor":
             found = {(name, ""): result["scores"][name] for name in METRICS}
-            common |= {"setting": FLOOR, "seed": result["protocol"]["seed"], "seconds": ""}
-        elif result["kind"] in CLASSIFICATION:
-            found = {(name, ""): value for name, value in result["scores"].items()}
+        elif result["kind"] in WHOLE:
+            found = scores_of(result)
         else:
             return 0
+        if result["kind"] in REAL:
+            common |= {"setting": FLOOR, "seed": result["protocol"].get("seed", 0), "seconds": ""}
         rows = [
             {**common, "metric": metric, "guidance": guidance, "value": f"{value:.6g}"}
             for (metric, guidance), value in found.items()

@@ -14,7 +14,7 @@ import re
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,10 +30,89 @@ README = ROOT.parent / "README.md"
 MARKS = ("<!-- drawn by python -m experiments.report -->", "<!-- end of what is drawn -->")
 RESOLVED = 2.0  # standard errors beyond which a paired difference counts as seen
 FID = "frechet_inception_distance"
-BESIDE = ("recall", "label_accuracy", "nearest_train_distance_mean")  # shown at the guidance of the best FID
+BEST = "best"  # the guidance with the lowest mean FID over all settings
 
 Row = dict[str, str]
 Values = dict[str, dict[int, float]]  # setting -> seed -> value
+
+
+@dataclass(frozen=True)
+class Score:
+    """What a table shows of a metric.
+
+    Attributes:
+        better: lower | higher, with differences to the reference beside it; "": shown alone.
+        at: the sampler's dial, as in the records; BEST for a guidance that is found.
+        unit: what a recorded value is multiplied by.
+        judged: whether a sentence compares it with the paper's trend.
+        series: metric_0, metric_1 ... stand in one cell.
+    """
+
+    metric: str
+    heading: str
+    better: str = ""
+    at: str = ""
+    unit: float = 1.0
+    judged: bool = False
+    series: bool = False
+
+
+IMAGES = (
+    Score("heldout_loss", "held-out loss", "lower", judged=True),
+    Score(FID, "FID", "lower", at="1.0"),
+    Score(FID, "FID", "lower", at=BEST, judged=True),
+    Score("recall", "recall", at=BEST),
+    Score("label_accuracy", "label accuracy", at=BEST),
+    Score("nearest_train_distance_mean", "distance to train", at=BEST),
+)
+SAMPLED = (replace(IMAGES[0], judged=False), *IMAGES[1:])  # where the sampler alone varies, the held-out losses are one
+MEMORY = (
+    Score("state_bytes", "state, MiB", unit=2**-20),
+    Score("activation_bytes", "activations, MiB", unit=2**-20),
+)
+STEP = Score("seconds_per_step", "seconds a step")
+LABELS = (
+    Score("accuracy", "top-1, %", "higher", unit=100, judged=True),
+    Score("top5", "top-5, %", unit=100),
+    Score("cross_entropy_at_sigma_max", "cross-entropy at sigma_max"),
+    Score("shuffled_accuracy", "top-1 of shuffled images, %", unit=100),
+    Score("accuracy_stage", "top-1 after each step or group, %", unit=100, series=True),
+    *MEMORY,
+    STEP,
+)
+BY_BLOCK = (
+    Score("denoising_nats_block", "nats of the label, by block", series=True),
+    Score("denoising_cross_entropy_block", "cross-entropy, by block", series=True),
+    Score("denoising_cross_entropy_on_other_images_block", "cross-entropy on other labels' images, by block", series=True),
+)
+TEXT = (
+    Score("next_token_bits", "next-token bits per character", "lower", judged=True),
+    Score("bits_per_character_bound", "bits per character, bound", "lower"),
+    Score("known_words_matched", "known words at held-out entropy, %", "higher", unit=100, judged=True),
+    Score("known_words", "known words, %", at="1.0", unit=100),
+    Score("distinct_2_ratio", "distinct-2 over held-out", at="1.0"),
+    Score("mauve", "MAUVE", "higher", at="1.0", judged=True),
+    Score("perplexity_Llama-2-7b-hf", "perplexity (Llama 2)", "lower", at="1.0"),
+    Score("perplexity_gpt2-xl", "perplexity (GPT-2 XL)", "lower", at="1.0"),
+    Score("token_layers", "token-layers, millions", unit=1e-6),
+    *MEMORY,
+    Score("seconds", "seconds"),
+)
+NATS = (
+    Score("nats_block", "nats of the bound, by block", series=True),
+    Score("embedding_nats_block", "nats that the noisy embedding gives away, by block", series=True),
+)
+MASKED = (replace(TEXT[1], judged=True), replace(TEXT[2], judged=False), *TEXT[3:], NATS[0])
+# The paper's metrics: what they are called, and what is better.
+PAPER = {
+    "fid": ("FID", "lower"),
+    "accuracy": ("top-1, %", "higher"),
+    "mauve": ("MAUVE", "higher"),
+    "ppl_llama2": ("perplexity (Llama 2)", "lower"),
+    "ppl_gpt2xl": ("perplexity (GPT-2 XL)", "lower"),
+    "bpc": ("bits per character", "lower"),
+    "seconds_per_iteration": ("seconds a step", "lower"),
+}
 
 
 @dataclass(frozen=True)
@@ -43,6 +122,13 @@ class Table:
     Attributes:
         reference: the setting against which differences are taken.
         paper: returns the setting of a row of paper_tables.csv, None for a row of another table.
+        scores: what is shown.
+        metrics: the paper's that are shown.
+        against: what of the paper's a trend is compared with: data and metric.
+        floor: what is scored as if it came from a model.
+        plotted: whether scores are drawn over the settings.
+        experiment: whose records these are; "": of the same name.
+        settings: which of them are in this table.
     """
 
     name: str
@@ -50,6 +136,13 @@ class Table:
     about: str
     reference: str
     paper: Callable[[Row], str | None] = lambda row: None
+    scores: tuple[Score, ...] = IMAGES
+    metrics: tuple[str, ...] = ("fid",)
+    against: tuple[str, str] = ("cifar10", "fid")
+    floor: str = "real images"
+    plotted: bool = True
+    experiment: str = ""
+    settings: Callable[[str], bool] = lambda setting: True
 
 
 def _partition(row: Row) -> str | None:
@@ -62,6 +155,24 @@ def _layers(row: Row) -> str | None:
     if row["table"] != "partition" or not row["layer_distribution"]:
         return None
     return f"partition.layers=[{row['layer_distribution'].replace('-', ',')}] partition={row['partition']}"
+
+
+def _noprop(row: Row) -> str | None:
+    if row["table"] != "noprop":
+        return None
+    blocks = f"partition.num_blocks={row['num_blocks']} partition.overlap={row['overlap']}"
+    return blocks if row["method"] == "diffusion_blocks" else f"method={row['method']}"
+
+
+def _speed(row: Row) -> str | None:
+    if row["table"] != "speed":
+        return None
+    return {"end_to_end": "method=end_to_end", "one_block": "method=diffusion_blocks"}.get(row["method"])
+
+
+def _plain_or(tables: tuple[str, ...], plain: str, diffusion: str) -> Callable[[Row], str | None]:
+    """Returns what finds the settings of a plain model and of diffusion among the paper's rows of some tables."""
+    return lambda row: None if row["table"] not in tables else plain if row["method"] == "end_to_end" else diffusion
 
 
 TABLES = (
@@ -108,6 +219,7 @@ TABLES = (
         "A step of end to end evaluates all layers, a step of 3 blocks a third of them: 3, 6 and 17 steps end to end cost as "
         "much as 9, 18 and 50 with 3 blocks. The held-out loss does not depend on the steps.",
         "method=diffusion_blocks sampler.schedule=karras sampler.steps=50",
+        scores=SAMPLED,
     ),
     Table(
         "solver",
@@ -115,6 +227,7 @@ TABLES = (
         "Not a table of the paper. 25 nodes of Heun cost as many evaluations as 49 of Euler. The held-out loss does not depend "
         "on the sampler.",
         "sampler.name=euler sampler.schedule=karras sampler.steps=49",
+        scores=SAMPLED,
     ),
     Table(
         "weighting",
@@ -122,6 +235,138 @@ TABLES = (
         "The paper calls the weight crucial and shows no table. The held-out loss is EDM's for every setting.",
         "objective.weighting=edm partition=equi_probability",
     ),
+    Table(
+        "classification",
+        "Classification: ways to train a ViT",
+        "The same layers, data, augmentation and arithmetic for every method. The state and the activations are those of the "
+        "largest step.",
+        "method=end_to_end",
+        lambda row: f"method={row['method']}" if row["table"] == "classification" else None,
+        scores=LABELS,
+        metrics=("accuracy",),
+        against=("cifar100", "accuracy"),
+        plotted=False,
+        settings=lambda setting: setting.startswith("method="),
+    ),
+    Table(
+        "classification_choices",
+        "Classification: choices of DiffusionBlocks",
+        "One choice changed at a time; `preset=released` has those of the released code together. The nats are those of the "
+        "label that the noisy embedding gives away between a block's edges, the cross-entropy is the block's on its own levels; "
+        "a block that does as well on images of other labels ignores its image. "
+        "`eval.` changes how a trained model predicts, not its weights.",
+        "method=diffusion_blocks",
+        scores=(*LABELS, *BY_BLOCK),
+        plotted=False,
+        experiment="classification",
+        settings=lambda setting: setting == "method=diffusion_blocks" or not setting.startswith("method="),
+    ),
+    Table(
+        "noprop",
+        "NoProp, and DiffusionBlocks on its network",
+        "Every network makes the same number of steps. Backpropagation through this network is not among our methods.",
+        "method=noprop_dt",
+        _noprop,
+        scores=LABELS,
+        metrics=("accuracy",),
+        against=("cifar100", "accuracy"),
+        plotted=False,
+    ),
+    Table(
+        "target_table",
+        "The table of label embeddings",
+        "Fixed from the seed, or learned with all blocks in one job; rows of norm 1, or not. A mean cosine of 1 is a table that "
+        "has collapsed.",
+        "objective.normalize=true objective.table=fixed",
+        scores=(*LABELS[:4], Score("denoising_table_cosine", "mean cosine of rows"), *LABELS[4:]),
+        plotted=False,
+    ),
+    Table(
+        "speed",
+        "Time of a step",
+        "A step of DiffusionBlocks trains one block; blocks make as many steps each as end to end makes.",
+        "method=end_to_end",
+        _speed,
+        scores=(replace(STEP, better="lower", judged=True), Score("seconds", "seconds of all steps"), *MEMORY),
+        metrics=("seconds_per_iteration",),
+        against=("cifar100", "seconds_per_iteration"),
+        plotted=False,
+    ),
+    Table(
+        "text_ar",
+        "Autoregressive language model",
+        "The plain model, diffusion with one block, and blocks, at equal token-layers. The paper's layout is `token_diffusion`, "
+        "the noisy text beside the clean one, which costs twice as much a step; its values stand at the inline blocks.",
+        "method=end_to_end objective=next_token",
+        _plain_or(
+            ("main", "autoregressive"),
+            "method=end_to_end objective=next_token",
+            "method=diffusion_blocks objective=token_diffusion_inline",
+        ),
+        scores=(*TEXT, *NATS),
+        metrics=("mauve", "ppl_llama2", "ppl_gpt2xl"),
+        against=("lm1b", "mauve"),
+        floor="held-out text",
+        plotted=False,
+    ),
+    Table(
+        "text_masked",
+        "Masked diffusion language model",
+        "One block is MD4. The bound is over the blocks' own, disjoint intervals.",
+        "method=end_to_end",
+        lambda row: f"method={row['method']}" if row["table"] == "masked" else None,
+        scores=MASKED,
+        metrics=("bpc",),
+        against=("text8", "bpc"),
+        floor="held-out text",
+        plotted=False,
+    ),
+    Table(
+        "text_recurrent",
+        "Recurrent depth",
+        "The plain model repeats its core at random and backpropagates through the last repetitions; as diffusion a step is one "
+        "pass. Equal steps are equal tokens; three times the steps are the paper's ratio of epochs, 15 to 5.",
+        "objective=next_token",
+        _plain_or(("recurrent",), "objective=next_token", "objective=token_diffusion_inline train.steps=3000"),
+        scores=(*TEXT, *NATS),
+        metrics=("mauve", "ppl_llama2", "ppl_gpt2xl"),
+        against=("lm1b", "mauve"),
+        floor="held-out text",
+        plotted=False,
+    ),
+    Table(
+        "text_num_blocks",
+        "Number of blocks, autoregressive",
+        "The same depth cut into more blocks; one block is diffusion without the blocking.",
+        "partition.num_blocks=1",
+        lambda row: f"partition.num_blocks={row['num_blocks']}" if row["table"] == "num_blocks" else None,
+        scores=(*TEXT, *NATS),
+        metrics=("mauve",),
+        against=("lm1b", "mauve"),
+        floor="held-out text",
+    ),
+)
+# The paper's scales have overlays of their own, with EDM's levels and weight.
+_BY_NAME = {table.name: table for table in TABLES}
+_EDM = "method=diffusion_blocks objective=token_diffusion_edm"
+_EDM_BLOCKS = _plain_or(("main", "autoregressive"), "method=end_to_end objective=next_token", _EDM)
+_PLAIN = "objective=next_token train.steps=79500"
+_EDM_AR = replace(
+    _BY_NAME["text_ar"], about="The plain model, diffusion with one block, and blocks, in the paper's layout.", paper=_EDM_BLOCKS
+)
+TABLES += (
+    replace(_EDM_AR, name="lm1b_ar", title="Autoregressive language model, LM1B"),
+    replace(_EDM_AR, name="owt_ar", title="Autoregressive language model, OpenWebText"),
+    replace(_BY_NAME["text_masked"], name="text8_masked", title="Masked diffusion language model, text8"),
+    replace(
+        _BY_NAME["text_recurrent"],
+        name="lm1b_recurrent",
+        title="Recurrent depth, LM1B",
+        about="The plain model over 5 epochs, diffusion over 15.",
+        reference=_PLAIN,
+        paper=_plain_or(("recurrent",), _PLAIN, "objective=token_diffusion_edm_inline"),
+    ),
+    replace(_BY_NAME["text_num_blocks"], name="lm1b_num_blocks", title="Number of blocks, autoregressive, LM1B"),
 )
 
 
@@ -133,10 +378,19 @@ class Column(NamedTuple):
     protocol: str
     split: str
 
+
+class Shown(NamedTuple):
+    """A column of a table: how it is headed, what it shows, and its values by setting and seed, or several of a series."""
+
+    heading: str
+    score: Score
+    column: Column
+    values: list[Values]
+
     @property
-    def compared(self) -> bool:
-        """Whether differences to the reference stand beside it."""
-        return self.metric in ("heldout_loss", FID)
+    def name(self) -> str:
+        """What it is called in a sentence and in a plot."""
+        return f"FID at guidance {float(self.column.guidance):g}" if self.score.metric == FID else self.heading
 
 
 class Group(NamedTuple):
@@ -151,7 +405,6 @@ class Group(NamedTuple):
         return f"{self.scale}, settings of {self.paper}" + ("" if self.match == "layer_work" else f", matched by {self.match}")
 
 
-SAMPLING = ("sampling_steps", "solver")  # tables that vary the sampler alone, so that their held-out losses are one
 # What the README shows of the report.
 README_TABLES = [(name, Group("digits", "v4", "layer_work")) for name in ("main", "num_blocks")]
 
@@ -208,13 +461,14 @@ def means(values: Values) -> dict[str, float]:
     return {setting: statistics.fmean(seeds.values()) for setting, seeds in values.items()}
 
 
-def verdict(name: str, ours: Values, paper: dict[str, float]) -> str:
-    """Says whether a score orders the settings as the paper's FID does; lower is better for both.
+def verdict(name: str, ours: Values, paper: dict[str, float], better: str = "lower", paper_better: str = "lower") -> str:
+    """Says whether a score orders the settings as the paper's does; `better` is what is better in each, lower or higher.
 
     A pair of settings is seen if the mean of its differences by seed is beyond twice its standard error.
     """
     average = means(ours)
-    best = min(average, key=average.get)
+    choose, choose_paper = ({"lower": min, "higher": max}[word] for word in (better, paper_better))
+    best = choose(average, key=average.get)
     span, noise = max(average.values()) - min(average.values()), pooled_spread(ours)
     effect = f"the settings span {number(span)}" + (f", the seeds' spread is {number(noise)}" if noise else ", there is one seed")
     common = [setting for setting in ours if setting in paper]
@@ -227,7 +481,8 @@ def verdict(name: str, ours: Values, paper: dict[str, float]) -> str:
         if difference is None or difference[1] is None or abs(difference[0]) <= RESOLVED * difference[1]:
             unseen += 1
         else:
-            seen[(difference[0] < 0) == (paper[one] < paper[other])] += 1
+            first_is_better = (difference[0] < 0) == (better == "lower")
+            seen[first_is_better == ((paper[one] < paper[other]) == (paper_better == "lower"))] += 1
     pairs = unseen + sum(seen.values())
     if not seen[True] and not seen[False]:
         word = "the paper's trend is not resolved"
@@ -237,11 +492,11 @@ def verdict(name: str, ours: Values, paper: dict[str, float]) -> str:
         word = "the paper's trend is reversed" if seen[False] > pairs / 2 else "the paper's trend does not appear"
     else:
         word = "the paper's trend appears in part" if seen[True] > seen[False] else "the paper's trend does not appear"
-    best_common = min(common, key=average.get)
+    best_common = choose(common, key=average.get)
     return (
         f"{name}: **{word}**. Of {pairs} pairs of settings {seen[True]} differ as in the paper, {seen[False]} the other way, "
         f"{unseen} by less than {RESOLVED:g} standard errors; of these our best is `{best_common}`, the paper's "
-        f"`{min(common, key=paper.get)}`; {effect}."
+        f"`{choose_paper(common, key=paper.get)}`; {effect}."
     )
 
 
@@ -265,10 +520,15 @@ def columns_of(rows: list[Row], protocols: dict[str, dict[str, object]]) -> dict
     """Returns the scores of a group by column, setting and seed, without the floor; `protocols` by digest."""
     found: dict[Column, Values] = defaultdict(lambda: defaultdict(dict))
     for row in rows:
-        if row["setting"] != FLOOR:
-            column = Column(row["metric"], row["guidance"], row["protocol"], str(protocols[row["protocol"]]["split"]))
+        if row["setting"] != FLOOR and not is_trivial(row["metric"], protocols[row["protocol"]]):
+            column = Column(row["metric"], row["guidance"], row["protocol"], str(protocols[row["protocol"]].get("split", "")))
             found[column][row["setting"]][int(row["seed"])] = float(row["value"])
     return {column: dict(values) for column, values in sorted(found.items())}
+
+
+def is_trivial(metric: str, protocol: dict[str, object]) -> bool:
+    """Returns whether a score says nothing: the five likeliest of ten classes or fewer."""
+    return metric == "top5" and protocol["trained.data.num_classes"] <= 10
 
 
 def best_guidance(columns: dict[Column, Values]) -> str | None:
@@ -279,27 +539,52 @@ def best_guidance(columns: dict[Column, Values]) -> str | None:
     return min(scores, key=scores.get) if scores else None
 
 
-def shown_columns(columns: dict[Column, Values]) -> list[tuple[str, Column]]:
-    """Returns (heading, column) of what a table shows: held-out loss, FID at guidance 1 and at the best, and what goes beside."""
+def shown_columns(table: Table, columns: dict[Column, Values]) -> list[Shown]:
+    """Returns what a table shows of its group's columns, in the order of its scores; one metric of two protocols stands twice."""
     best = best_guidance(columns)
-    shown = [("held-out loss", column) for column in columns if column.metric == "heldout_loss"]
-    for guidance in sorted({"1.0", best} - {None}):
-        where = f"at guidance {float(guidance):g}" + (" (best)" if guidance == best else "")
-        shown += [(f"FID, {column.split} split, {where}", column) for column in columns if column[:2] == (FID, guidance)]
-    for metric in BESIDE:
-        heading = {"nearest_train_distance_mean": "distance to train"}.get(metric, metric.replace("_", " "))
-        shown += [(heading, column) for column in columns if column[:2] == (metric, best)]
+    shown = []
+    for score in table.scores:
+        at = best if score.at == BEST else score.at
+        if score.at != BEST and score.metric == FID and at == best:
+            continue  # it stands there as the best
+        parts: dict[str, list[tuple[int, Column]]] = defaultdict(list)  # by protocol
+        for column in columns:
+            name, _, index = column.metric.rpartition("_") if score.series else (column.metric, "", "0")
+            if (name, column.guidance) == (score.metric, at) and index.isdigit():
+                parts[column.protocol].append((int(index), column))
+        for found in parts.values():
+            own = [column for _, column in sorted(found)]
+            heading = score.heading
+            if score.metric == FID:
+                heading += f", {own[0].split} split, at guidance {float(at):g}" + (" (best)" if at == best else "")
+            shown.append(Shown(heading, score, own[0], [in_unit(columns[column], score.unit) for column in own]))
     return shown
 
 
+def in_unit(values: Values, unit: float) -> Values:
+    return {setting: {seed: unit * value for seed, value in seeds.items()} for setting, seeds in values.items()}
+
+
 def paper_columns(table: Table, paper: list[Row]) -> dict[str, dict[str, float]]:
-    """Returns the paper's FIDs by heading and setting."""
+    """Returns the paper's scores by heading and setting."""
     found: dict[str, dict[str, float]] = defaultdict(dict)
     for row in paper:
         setting = table.paper(row)
-        if setting is not None and row["metric"] == "fid":
-            found[f"{row['version']}: {row['data']}, {row['split']} FID"][setting] = float(row["value"])
+        if setting is not None and row["metric"] in table.metrics:
+            found[paper_heading(row["version"], row["data"], row["metric"], row["split"])][setting] = float(row["value"])
     return dict(found)
+
+
+def paper_heading(version: str, data: str, metric: str, split: str = "test") -> str:
+    """Returns how a column of the paper's is headed; `split` is empty where there is none."""
+    return f"{version}: {data}, " + f"{split} {PAPER[metric][0]}".strip()
+
+
+def paper_trend(table: Table, group: "Group", paper: dict[str, dict[str, float]]) -> dict[str, float]:
+    """Returns the paper's scores that ours are compared with: of the group's own data where it has some, in its version."""
+    data, metric = table.against
+    headings = [paper_heading(group.paper, name, metric, split) for name in (group.scale, data) for split in ("test", "")]
+    return next((paper[heading] for heading in headings if heading in paper), {})
 
 
 def markdown(header: list[str], rows: list[list[str]]) -> str:
@@ -308,39 +593,51 @@ def markdown(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 
-def group_table(
-    table: Table,
-    columns: dict[Column, Values],
-    shown: list[tuple[str, Column]],
-    floor: dict[tuple[str, str], float],
-    paper: dict[str, dict[str, float]],
-) -> str:
+def group_table(table: Table, shown: list[Shown], floor: dict[tuple[str, str], float], paper: dict[str, dict[str, float]]) -> str:
     """Returns a group's table: settings down, the paper's values and ours across, the floor last.
 
     Args:
-        shown: (heading, column) of ours.
         floor: by metric and split.
-        paper: heading -> setting -> FID.
+        paper: heading -> setting -> value.
     """
-    settings = in_order({setting for values in columns.values() for setting in values}, table.reference)
+    settings = settings_of(table, shown)
     known = [heading for heading, values in paper.items() if any(setting in values for setting in settings)]
     header = ["setting", *known, "seeds"]
-    for heading, column in shown:
-        header += [heading, "difference"] if column.compared else [heading]
+    for item in shown:
+        header += [item.heading, "difference"] if item.score.better else [item.heading]
     rows = []
     for setting in settings:
-        seeds = {seed for _, column in shown for seed in columns[column].get(setting, {})}
+        seeds = {seed for item in shown for seed in item.values[0].get(setting, {})}
         theirs = [paper[heading].get(setting) for heading in known]
-        cells = [f"`{setting}`", *("" if value is None else f"{value:.2f}" for value in theirs), str(len(seeds))]
-        for _, column in shown:
-            values = columns[column]
-            cells.append(with_spread(values[setting]) if setting in values else "")
-            cells += [difference_cell(values, setting, table.reference)] if column.compared else []
+        cells = [f"`{setting}`" if setting else "the overlay's own", *(paper_cell(value) for value in theirs), str(len(seeds))]
+        for item in shown:
+            cells.append(cell(item, setting))
+            cells += [difference_cell(item.values[0], setting, table.reference)] if item.score.better else []
         rows.append(cells)
-    cells = ["floor: real images", *[""] * len(known), ""]
-    for _, column in shown:
-        cells += [number(floor.get((column.metric, column.split)))] + [""] * column.compared
-    return markdown(header, [*rows, cells])
+    cells = [f"floor: {table.floor}", *[""] * len(known), ""]
+    for item in shown:
+        value = floor.get((item.column.metric, item.column.split))
+        cells += [number(None if value is None else value * item.score.unit)] + [""] * bool(item.score.better)
+    return markdown(header, [*rows, cells] if floor else rows)
+
+
+def settings_of(table: Table, shown: list[Shown]) -> list[str]:
+    """Returns the settings that have values, in order."""
+    return in_order({setting for item in shown for values in item.values for setting in values}, table.reference)
+
+
+def paper_cell(value: float | None) -> str:
+    """Returns one of the paper's values with two decimals, or as many as it has."""
+    return "" if value is None else max(f"{value:.2f}", f"{value:g}", key=len)
+
+
+def cell(item: Shown, setting: str) -> str:
+    """Returns a setting's value, mean ± standard deviation, or the means of a series; what is counted has no deviation."""
+    if not item.score.series:
+        seeds = item.values[0].get(setting, {})
+        counted = not item.score.better and len(set(seeds.values())) == 1
+        return "" if not seeds else number(next(iter(seeds.values()))) if counted else with_spread(seeds)
+    return ", ".join(f"{statistics.fmean(values[setting].values()):.3g}" for values in item.values if setting in values)
 
 
 def difference_cell(values: Values, setting: str, reference: str) -> str:
@@ -371,6 +668,7 @@ class Report:
         self.readme: list[str] = []
 
     def series(self, name: str) -> list[Row]:
+        """Returns the rows of one file of the records."""
         path = self.records / f"{name}.csv"
         return read_rows(path) if path.exists() else []
 
@@ -381,9 +679,10 @@ class Report:
             old.unlink()
         self.text.append((ROOT / "report_head.md").read_text())
         for table in TABLES:
-            path = self.records / f"{table.name}.csv"
-            if path.exists():
-                self.table(table, read_rows(path))
+            rows = self.series(table.experiment or table.name)
+            rows = [row for row in rows if row["setting"] == FLOOR or table.settings(row["setting"])]
+            if rows:
+                self.table(table, rows)
         self.text += edges.section(self.series("edges"))
         path = self.out / "REPORT.md"
         path.write_text("\n".join(self.text))
@@ -407,34 +706,33 @@ class Report:
 
     def group(self, table: Table, group: Group, rows: list[Row], paper: dict[str, dict[str, float]]) -> None:
         """Adds one scale's table, verdicts and pictures."""
-        columns = columns_of(rows, self.protocols)
-        shown = shown_columns(columns)
+        shown = shown_columns(table, columns_of(rows, self.protocols))
         floor = {
-            (row["metric"], str(self.protocols[row["protocol"]]["split"])): float(row["value"])
+            (row["metric"], str(self.protocols[row["protocol"]].get("split", ""))): float(row["value"])
             for row in rows
             if row["setting"] == FLOOR
         }
-        self.text += [f"### {group.title}\n", group_table(table, columns, shown, floor, paper)]
-        best = best_guidance(columns)
-        compared = next((values for name, values in paper.items() if name.startswith(f"{group.paper}: cifar10, test")), {})
-        for column, values in columns.items():
-            if column.metric == "heldout_loss" and table.name not in SAMPLING:
-                self.text.append(f"- {verdict('Held-out loss', values, compared)}{beyond_reference(values, table.reference)}")
-            elif column[:2] == (FID, best):
-                name = f"FID at guidance {float(best):g}"
-                self.text.append(f"- {verdict(name, values, compared)}{beyond_reference(values, table.reference)}")
+        self.text += [f"### {group.title}\n", group_table(table, shown, floor, paper)]
+        compared = paper_trend(table, group, paper)
+        for item in shown:
+            if item.score.judged:
+                words = verdict(
+                    item.name[0].upper() + item.name[1:], item.values[0], compared, item.score.better, PAPER[table.against[1]][1]
+                )
+                self.text.append(f"- {words}{beyond_reference(item.values[0], table.reference)}")
         self.text.append("")
-        protocols = sorted({f"{heading} `{column.protocol}`" for heading, column in shown})
+        protocols = sorted({f"{item.heading} `{item.column.protocol}`" for item in shown})
         hardware = sorted({row["hardware"] for row in rows})
         example = next(row["command"] for row in rows if row["setting"] != FLOOR)
         where = f"`{example}` on {'; '.join(hardware)}"
         self.text.append(f"<sub>One of the runs: {where}. Protocols (records/protocols.json): {', '.join(protocols)}.</sub>\n")
-        self.settings_plot(table, group, columns, best, paper)
+        if table.plotted:
+            self.settings_plot(table, group, shown, paper)
         if (table.name, group) in README_TABLES:
-            test = {heading: values for heading, values in paper.items() if heading == f"{group.paper}: cifar10, test FID"}
+            test = {heading: values for heading, values in paper.items() if values is compared}
             self.readme += [
                 f"**{table.title}** ({group.title})\n",
-                group_table(table, columns, [item for item in shown if item[1].compared], floor, test),
+                group_table(table, [item for item in shown if item.score.better], floor, test),
                 f"![{table.title}](experiments/report/{picture_name(table, group, 'settings')})\n",
             ]
         self.levels_plot(table, group)
@@ -447,23 +745,21 @@ class Report:
         self.text.append(f"![{caption}](report/{name})\n\n{caption}\n")
         return self.pictures / name
 
-    def settings_plot(
-        self, table: Table, group: Group, columns: dict[Column, Values], best: str | None, paper: dict[str, dict[str, float]]
-    ) -> None:
-        """Draws scores over settings, the paper's FID on an axis of its own."""
-        shown = [("held-out loss", values) for column, values in columns.items() if column.metric == "heldout_loss"]
-        shown += [(f"FID at guidance {best}", values) for column, values in columns.items() if column[:2] == (FID, best)]
-        settings = in_order({setting for _, values in shown for setting in values}, table.reference)
-        path = self.picture(
-            table, group, "settings", "Our scores (left axes, with the seeds' spread) and the paper's FID (right axes)."
-        )
-        test = {heading: values for heading, values in paper.items() if "test" in heading}
-        plots.plot_settings([line(setting, "\n") for setting in settings], settings, shown, test, path)
+    def settings_plot(self, table: Table, group: Group, shown: list[Shown], paper: dict[str, dict[str, float]]) -> None:
+        """Draws judged scores over settings, the paper's on an axis of its own."""
+        panels = [(item.name, item.values[0]) for item in shown if item.score.judged]
+        panels = panels or [(item.name, item.values[0]) for item in shown if item.score.better][:1]
+        settings = settings_of(table, shown)
+        metric = PAPER[table.against[1]][0]
+        caption = f"Our scores (left axes, with the seeds' spread) and the paper's {metric} (right axes)."
+        path = self.picture(table, group, "settings", caption)
+        test = {heading: values for heading, values in paper.items() if "test" in heading and metric in heading}
+        plots.plot_settings([line(setting, "\n") for setting in settings], settings, panels, test, metric, path)
 
     def levels_plot(self, table: Table, group: Group) -> None:
         """Draws each setting's held-out loss over the levels, relative to the reference, mean over seeds."""
         grid, curves = mean_series(self.levels, table, group, "levels", "loss")
-        if table.name not in SAMPLING and table.reference in curves and len(curves) > 1:
+        if table.scores is IMAGES and table.reference in curves and len(curves) > 1:
             caption = f"Held-out loss at each level (mean over seeds), on the right over that of `{table.reference}`."
             path = self.picture(table, group, "levels", caption)
             plots.plot_levels(grid, {line(name): curve for name, curve in curves.items()}, line(table.reference), path)

@@ -1,7 +1,9 @@
 """The paper's tables: every overlay at every scale, sweeps that survive a failing run, records and the report."""
 
+import dataclasses
 import json
 import os
+import shlex
 import subprocess
 import sys
 
@@ -21,7 +23,8 @@ from experiments import collect, report
 
 CONFIGS = ROOT / "configs"
 OVERLAYS = sorted(path.stem for path in (CONFIGS / "experiment").glob("*.yaml"))
-TABLES = [table.name for table in report.TABLES]
+TABLES = [table.name for table in report.TABLES if table.scores in (report.IMAGES, report.SAMPLED)]  # of images
+OTHERS = sorted({table.experiment or table.name for table in report.TABLES} - set(TABLES))  # their overlays list their commands
 SCALES = ("cifar10", "digits", "fashion", "imagenet256")  # of models that draw images; the others' tests run their own
 
 # One step, ten images (the fewest that can be scored) with a sampling step for each block, one score of each kind.
@@ -71,6 +74,16 @@ def settings_of(*overrides: str) -> list[list[str]]:
     params = compose("config", list(overrides), return_hydra_config=True).hydra.sweeper.params or {}
     swept = OverridesParser.create().parse_overrides([f"{key}={value}" for key, value in params.items()])
     return BasicSweeper.split_arguments(swept, None)[0]
+
+
+def commands_of(table: str) -> list[list[str]]:
+    """Returns the overrides of each run that the sweeps in an overlay's first lines ask for."""
+    lines = (CONFIGS / "experiment" / f"{table}.yaml").read_text().splitlines()
+    typed = [shlex.split(line)[4:] for line in lines if line.startswith("# python main.py -m ")]
+    swept = compose("config", [f"experiment={table}"], return_hydra_config=True).hydra.sweeper.params or {}
+    params = [f"{key}={value}" for key, value in swept.items()]
+    parsed = [OverridesParser.create().parse_overrides([*params, *overrides]) for overrides in typed]
+    return [setting for overrides in parsed for setting in BasicSweeper.split_arguments(overrides, None)[0]]
 
 
 def resolved(*overrides: str) -> configuration.Config:
@@ -265,7 +278,7 @@ def test_a_protocol_leaves_out_what_the_table_varies_and_nothing_else(tiny_run):
         for key, value in trained.items():
             group, _, name = key.partition("__")
             changed["protocol"]["trained"][group][name] = value
-        return collect.protocol_of(changed, setting)
+        return collect.protocol_of(changed, setting, "main")
 
     assert protocol() == protocol(partition__num_blocks=6, partition__overlap=0.2, train__block_probability="mass")
     assert protocol() != protocol(train__steps=2)
@@ -280,11 +293,45 @@ def test_new_settings_do_not_part_runs_from_the_records():
         "kind": "heldout_loss",
         "protocol": {"trained": configuration.trained_identity(config), "trained_on": {"precision": ""}},
     }
-    ours = {key for key in collect.protocol_of(result, "method=diffusion_blocks") if key.startswith("trained.")}
+    ours = {key for key in collect.protocol_of(result, "method=diffusion_blocks", "main") if key.startswith("trained.")}
     recorded = {row["protocol"] for row in collect.read_rows(collect.RECORDS / "main.csv") if row["metric"] == "heldout_loss"}
     protocols = json.loads((collect.RECORDS / "protocols.json").read_text())
     for key in recorded:
         assert ours == {name for name in protocols[key] if name.startswith("trained.")}
+
+
+def test_a_setting_is_what_was_typed_but_where_it_ran():
+    typed = ["method=shallow", "data.path=/somewhere", "objective.normalize=True", "out=runs", "log.progress=False", "seed=1"]
+    assert collect.setting_of(typed) == "method=shallow objective.normalize=true"
+
+
+@pytest.mark.parametrize("table", OTHERS)
+def test_settings_of_a_table_share_its_columns(table):
+    """Whatever an overlay's commands vary, methods, objectives and a preset among it, is left out of the protocol."""
+    protocols = {}
+    for overrides in commands_of(table):
+        config = resolved(*overrides)
+        protocol = {"sampler": dataclasses.asdict(config.sampler), "weights": config.sampler.weights, "split": "test"}
+        if config.objective.name == "labels":
+            protocol["sampler"] = {key: getattr(config.eval, key) for key in ("label_schedule", "initial_noise", "bridge")}
+        protocol |= {"trained": configuration.trained_identity(config), "trained_on": {"precision": "fp32"}}
+        setting = collect.setting_of(overrides)
+        protocols[setting] = collect.protocol_of({"kind": "classification", "protocol": protocol}, setting, table)
+    first = next(iter(protocols.values()))
+    assert len(protocols) > 1 and first["trained.train.batch_size"] and first["trained.data.name"]
+    for setting, protocol in protocols.items():
+        assert protocol == first, setting
+
+
+def test_settings_that_differ_in_what_their_table_does_not_vary_share_none():
+    def protocol(*overrides: str) -> dict:
+        trained = {"trained": configuration.trained_identity(resolved(*overrides)), "trained_on": {"precision": "fp32"}}
+        return collect.protocol_of({"kind": "classification", "protocol": trained}, "", "classification")
+
+    usual = protocol("experiment=classification")
+    assert usual == protocol("experiment=classification", "method=end_to_end")
+    assert usual != protocol("experiment=classification", "train.steps=500")
+    assert usual != protocol("experiment=classification", "data.crop=0")
 
 
 def row(setting: str, seed: int, value: float, **changes: str) -> dict[str, str]:
@@ -318,9 +365,51 @@ def test_verdicts_are_computed(ours, words):
     assert words in report.verdict("Held-out loss", values, PAPER)
 
 
-def test_the_paper_is_found_for_every_table_that_it_has():
+@pytest.mark.parametrize(("ours", "words"), [((0.94, 0.93, 0.5), "trend appears"), ((0.5, 0.93, 0.94), "is reversed")])
+def test_verdicts_know_what_is_better(ours, words):
+    """Accuracy is better higher, bits per character lower: the same order either way."""
+    paper = {"method=end_to_end": 60.25, "method=diffusion_blocks": 59.3, "method=forward_forward": 7.85}
+    accuracy = {setting: {0: value, 1: value + 0.001} for setting, value in zip(paper, ours, strict=True)}
+    bits = {setting: {seed: 2 - value for seed, value in seeds.items()} for setting, seeds in accuracy.items()}
+    for values, better in ((accuracy, "higher"), (bits, "lower")):
+        found = report.verdict("Score", values, paper, better, "higher")
+        assert words in found and "the paper's `method=end_to_end`" in found
+        assert f"our best is `{max(accuracy, key=lambda setting: accuracy[setting][0])}`" in found
+
+
+def test_the_paper_is_found_for_every_table_of_other_models():
     paper = collect.read_rows(ROOT / "experiments" / "paper_tables.csv")
     for table in report.TABLES:
+        if table.name in TABLES:
+            continue
+        settings = {collect.setting_of(overrides) for overrides in commands_of(table.experiment or table.name)}
+        assert table.reference in {setting for setting in settings if table.settings(setting)}, table.name
+        known = {setting for columns in report.paper_columns(table, paper).values() for setting in columns}
+        assert len(known & settings) > 1 or not known, table.name
+
+
+def test_a_table_of_other_scores_shows_units_series_and_what_is_not_trivial():
+    table = next(table for table in report.TABLES if table.name == "classification")
+    values = {"accuracy": 0.9, "top5": 1.0, "state_bytes": 2.0**21, "accuracy_stage_0": 0.5, "accuracy_stage_1": 0.9}
+    rows = [
+        row(f"method={method}", seed, value + (0 if metric == "state_bytes" else seed / 100), metric=metric)
+        for method in ("end_to_end", "greedy")
+        for metric, value in values.items()
+        for seed in (0, 1)
+    ]
+    for classes, wanted in ((10, []), (100, ["top-5, %"])):
+        protocols = {"p": {"split": "test", "trained.data.num_classes": classes}}
+        shown = report.shown_columns(table, report.columns_of(rows, protocols))
+        usual = ["top-1, %", "top-1 after each step or group, %", "state, MiB"]
+        assert [item.heading for item in shown] == [*usual[:1], *wanted, *usual[1:]]
+    text = report.group_table(table, shown, {}, {"v4: cifar100, test top-1, %": {"method=end_to_end": 60.25}})
+    assert "| `method=end_to_end` | 60.25 | 2 | 90.5 ± 0.71 |  | 100.5 ± 0.71 | 50.5, 90.5 | 2 |" in text
+    assert "| `method=greedy` |  | 2 | 90.5 ± 0.71 | +0 ± 0 |" in text and "floor" not in text
+
+
+def test_the_paper_is_found_for_every_table_that_it_has():
+    paper = collect.read_rows(ROOT / "experiments" / "paper_tables.csv")
+    for table in (table for table in report.TABLES if table.name in TABLES):
         for columns in report.paper_columns(table, paper).values():
             for paper_version in ("v1", "v4"):
                 swept = settings_of(f"experiment={table.name}", f"paper={paper_version}")

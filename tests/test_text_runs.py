@@ -17,7 +17,7 @@ import pipeline
 import text
 from checkpoint import load_model, read_run
 from config import Config, SettingError
-from experiments import text_table
+from experiments import collect
 
 SMALL = ("model.width=16", "model.heads=2", "model.condition_width=8", "train.batch_size=4", "train.micro_batch=null")
 SMALL += ("train.steps=3", "train.warmup_steps=1", "train.precision=fp32", "log.progress=false", "threads=1")
@@ -167,8 +167,55 @@ def test_samples_are_drawn_once_and_begin_with_their_prompts(tmp_path: Path):
     assert len(drawn) == 2 and all((tokens[:, :4] == tokens[0, :4]).all() and tokens.shape == (3, 12) for tokens in drawn)
     kinds = [result["kind"] for result in json.loads((folder / "results.json").read_text())]
     assert kinds.count("generated_text") == 2
-    lines = text_table.table(folder.parent).splitlines()
-    assert len(lines) == 3 and lines[2].startswith("| transformer, token_diffusion, inline, 4 blocks, words, 3 steps | 1 |")
+
+
+def test_runs_become_records_in_which_a_plain_model_and_diffusion_share_columns(tmp_path: Path):
+    """Next-token bits, generated text by temperature and cost share columns; an exact likelihood and a bound do not."""
+    records = collect.Records(tmp_path / "records")
+    small = (*SMALL, f"out={tmp_path / 'runs'}", f"data.cache={tmp_path / 'cache'}", "eval.temperatures=[0.5]")
+    folders = {}
+    for typed in (("method=end_to_end", "objective=next_token"), ("method=diffusion_blocks", "objective=token_diffusion_inline")):
+        config = composed("experiment=text_ar", *typed, small=small)
+        asked = {"experiment": "text_ar", "scale": "topics", "paper": "v4", "match": "layer_work", "overrides": list(typed)}
+        folders[" ".join(typed)] = pipeline.run(config, asked)
+    assert all(records.add(folder) for folder in folders.values())
+    rows = records.scores["text_ar"]
+    for metric in ("next_token_bits", "known_words", "distinct_2_ratio", "token_layers", "state_bytes"):
+        own = [row for row in rows if row["metric"] == metric and row["setting"] != collect.FLOOR]
+        by_setting = {
+            setting: {(row["guidance"], row["protocol"]) for row in own if row["setting"] == setting} for setting in folders
+        }
+        assert len({frozenset(columns) for columns in by_setting.values()}) == 1 and all(by_setting.values()), metric
+        temperatures = {0.5, 1.0} if metric in ("known_words", "distinct_2_ratio") else {""}
+        assert {row["guidance"] for row in own} == temperatures
+    plain, diffusion = (results(folder)["likelihood"]["scores"] for folder in folders.values())
+    found = {(row["setting"], row["metric"]): float(row["value"]) for row in rows}
+    for setting, bits in zip(folders, (plain["bits_per_character"], diffusion["bits_per_character_sigma_max"]), strict=True):
+        assert found[setting, "next_token_bits"] == pytest.approx(bits, rel=1e-5)
+    exact, bound = (setting for setting in folders)
+    assert (exact, "bits_per_character_bound") not in found and (bound, "bits_per_character") not in found
+    assert (bound, "bits_per_character_bound") in found and (collect.FLOOR, "entropy") in found
+    assert (bound, "nats_block_3") in found and (bound, "embedding_nats_block_3") in found
+
+
+def test_known_words_are_read_off_at_the_entropy_of_held_out_text():
+    def drawn(temperature: float, entropy: float, known: float) -> dict:
+        scores = {"entropy": entropy, "known_words": known, "distinct_2": 0.3}
+        return {"kind": "generated_text", "title": "", "scores": scores, "protocol": {"sampler": {"temperature": temperature}}}
+
+    real = {
+        "kind": "heldout_text",
+        "title": "",
+        "scores": {"entropy": 3.0, "known_words": 0.96, "distinct_2": 0.6},
+        "protocol": {},
+    }
+    generated = [drawn(0.5, 2.0, 0.9), drawn(1.0, 4.0, 0.7)]
+    (matched,) = collect.compared([real, *generated])
+    assert matched["scores"]["known_words_matched"] == pytest.approx(0.8)
+    assert matched["protocol"]["sampler"]["temperature"] == [0.5, 1.0]
+    assert [result["scores"]["distinct_2_ratio"] for result in generated] == [0.5, 0.5]
+    (unreached,) = collect.compared([real, generated[0]])
+    assert unreached["scores"]["known_words_matched"] is None
 
 
 def test_blocks_at_equal_shares_of_a_pilots_nats(tmp_path: Path):
