@@ -33,7 +33,6 @@ from text_scores import at_matched_entropy
 from train import read_metrics
 
 RECORDS = Path(__file__).resolve().parent / "records"
-OTHERS = ("edges",)  # records that other scripts write
 FLOOR = "floor"  # the setting under which the scores of real images and of held-out text stand
 IMAGES = 20  # of each setting, with the same seeds and labels for all
 
@@ -157,8 +156,10 @@ class Records:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.scores = {path.stem: read_rows(path) for path in sorted(folder.glob("*.csv")) if path.stem not in OTHERS}
-        self.series = {name: self.scores.pop(name, []) for name in ("levels", "curves")}
+        found = {path.stem: read_rows(path) for path in sorted(folder.glob("*.csv"))}
+        self.series = {name: found.get(name, []) for name in ("levels", "curves")}
+        # Other scripts keep records of other columns in the same folder.
+        self.scores = {name: rows for name, rows in found.items() if rows and tuple(rows[0]) == COLUMNS}
         path = folder / "protocols.json"
         self.protocols = json.loads(path.read_text()) if path.exists() else {}
 

@@ -248,6 +248,9 @@ def tiny_run(tmp_path_factory):
 
 
 def test_a_run_becomes_records(tiny_run, tmp_path):
+    others = {name: f"{name},kind\n1,2\n" for name in ("edges", "benchmark", "another")}  # what other scripts record
+    for name, text in others.items():
+        (tmp_path / f"{name}.csv").write_text(text)
     records = collect.Records(tmp_path)
     added = records.add(tiny_run)
     records.write()
@@ -256,6 +259,7 @@ def test_a_run_becomes_records(tiny_run, tmp_path):
     before = {path.name: path.read_bytes() for path in tmp_path.rglob("*.*")}
     again.write()
     assert before == {path.name: path.read_bytes() for path in tmp_path.rglob("*.*")}
+    assert others == {name: (tmp_path / f"{name}.csv").read_text() for name in others}
 
     rows = collect.read_rows(tmp_path / "main.csv")
     assert len(rows) == added and tuple(rows[0]) == collect.COLUMNS
