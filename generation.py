@@ -43,9 +43,7 @@ def check(config: Config) -> None:
     if config.mode in ("run", "evaluate") and config.train.blocks == "all" and config.eval.features is not None:
         evaluation.check_scores(
             config.data.name,
-            (3, config.data.image_size, config.data.image_size)
-            if latent
-            else (config.data.channels, config.data.size, config.data.size),
+            image_shape(config),
             features=config.eval.features,
             inception_weights=config.eval.inception_weights,
             num_samples=config.sampler.num_images,
@@ -56,6 +54,13 @@ def check(config: Config) -> None:
         f"eval.likelihood_images={config.eval.likelihood_images}: the exact divergence takes at most "
         f"{evaluation.MAX_DIMENSIONS} dimensions, these images have {dimensions}",
     )
+
+
+def image_shape(config: Config) -> tuple[int, int, int]:
+    """Returns channels, height and width of the images that are drawn, which latents are decoded to."""
+    if isinstance(config.data, LatentsConfig):
+        return 3, config.data.image_size, config.data.image_size
+    return config.data.channels, config.data.size, config.data.size
 
 
 def image_settings(config: Config) -> dict[str, Any]:

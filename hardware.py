@@ -5,6 +5,7 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import re
 import shutil
 import subprocess
 from contextlib import AbstractContextManager
@@ -34,6 +35,14 @@ class Hardware:
     def name(self) -> str:
         """The GPU's model, or `cpu`."""
         return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
+
+    def free_memory(self) -> int | None:
+        """Returns the bytes that can still be had on the device; of a host that is not Linux, None."""
+        if self.device.type == "cuda":
+            return torch.cuda.mem_get_info(self.device)[0]
+        info = Path("/proc/meminfo")
+        found = re.search(r"MemAvailable:\s+(\d+) kB", info.read_text()) if info.is_file() else None
+        return int(found[1]) * 1024 if found else None
 
     def autocast(self) -> AbstractContextManager:
         """Returns the context in which a backbone runs."""

@@ -1,5 +1,7 @@
 """Hydra entry point: compose the configuration, dispatch a mode. `python main.py --help` says what there is."""
 
+import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,8 @@ from config import REQUIRED, SCHEMAS, Config, SettingError
 from parallel import ProcessLost
 from train import NonFiniteLoss, Stopped
 
+OUT_OF_MEMORY = "can't allocate memory|not enough memory|out of memory"  # in the words of torch's allocators
+
 store = ConfigStore.instance()
 store.store("schema", Config(sampler=REQUIRED, eval=REQUIRED))  # left open, since each has more than one schema
 for group, name, node in SCHEMAS:
@@ -31,6 +35,7 @@ def main(composed: DictConfig) -> None:
     In a sweep a run that fails raises an ordinary exception, whatever it did, and the sweep goes on; a signal stops it.
     """
     sweeping = HydraConfig.get().mode == RunMode.MULTIRUN
+    running = False
     try:
         configuration.require(
             not (sweeping and is_torchelastic_launched()),
@@ -42,11 +47,19 @@ def main(composed: DictConfig) -> None:
         config = OmegaConf.to_object(composed)
         typed = HydraConfig.get().overrides.task
         configuration.check_typed(config, typed)
-        pipeline.run(configuration.resolve(configuration.with_trained_settings(config, typed)), asked(), wait=sweeping)
+        config = configuration.resolve(configuration.with_trained_settings(config, typed))
+        running = True
+        pipeline.run(config, asked(), wait=sweeping)
     except (SettingError, NonFiniteLoss, WriteError, ProcessLost) as error:
         if sweeping:
             raise
-        sys.exit(f"error: {error}")
+        first = running or os.environ.get("RANK", "0") == "0"  # of several processes, which all read the same settings
+        sys.exit(f"error: {error}" if first else 1)
+    except (MemoryError, RuntimeError) as error:
+        if sweeping or not (isinstance(error, MemoryError) or re.search(OUT_OF_MEMORY, str(error))):
+            raise
+        reason = str(error).splitlines()[0] if str(error) else "no more memory"
+        sys.exit(f"error: out of memory ({reason}): take a smaller model, batch or count; mode=plan says what training needs")
     except KeyboardInterrupt:
         sys.exit("stopped; the same command goes on from here")
     except Stopped:

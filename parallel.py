@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from config import Config, require, trained_blocks
+from config import Config, SettingError, require, trained_blocks
 
 STEP_LIMIT = datetime.timedelta(minutes=10)  # for an answer within a step; a process that died is noticed at once
 WAIT_LIMIT = datetime.timedelta(days=30)  # for the others to finish their share
@@ -79,12 +79,29 @@ class World:
 
     @contextlib.contextmanager
     def in_turn(self) -> Iterator[None]:
-        """Lets the first process through, then the others, who find what it made."""
-        if not self.first:
-            self.wait()
-        yield
+        """Lets the first process through, then the others, who find what it made.
+
+        Where it refuses a setting, and says so, they end without a word of their own.
+        """
+        if not self.first and self._refused():
+            with contextlib.suppress(RuntimeError):
+                self.wait()  # for the end of the first, whose message an earlier end of this one would cut off
+            raise SystemExit(1)
+        try:
+            yield
+        except SettingError:
+            if self.first:
+                self._refused(by_this=True)
+            raise
         if self.first:
-            self.wait()
+            self._refused()
+
+    def _refused(self, by_this: bool = False) -> bool:
+        """Returns, when all of them are here, whether one refuses."""
+        found = torch.tensor(int(by_this))
+        if self.size > 1:
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=self.waits)
+        return bool(found)
 
     def split(self, groups: int) -> tuple[int, "World"]:
         """Divides the processes into `groups` groups of neighbours; returns the number of this one's group, and the group."""

@@ -15,11 +15,13 @@ from torch import nn
 
 import checkpoint
 import config as configuration
+import generation
 import hardware as machine
 import latents
 import parallel
 import plots
 import profiling
+import sampler
 import train as training
 from config import Config, SamplerConfig, SettingError, require
 from data import ImageData
@@ -42,17 +44,17 @@ def run(config: Config, asked: dict[str, Any] | None = None, wait: bool = False)
     folder = latents.shard_folder(config.data) if config.mode == "encode" else configuration.run_folder(config)
     hardware = machine.set_up(parallel.local_device(config.device), config.train.precision, config.threads)
     with parallel.joined(hardware.device) as world, contextlib.ExitStack() as held:
-        if world.first:
-            parts = [trained_parts(config, block) for block in range(configuration.trained_blocks(config))]
-            parallel.check(config, world, shared=any(len(names) > 1 for names in parts))
-            if config.mode in ("profile", "plan"):
-                cost(config, folder, hardware)
-                return folder
-            if config.mode != "merge":
-                check(config, folder, hardware)
-        else:
-            held.enter_context(contextlib.redirect_stdout(held.enter_context(open(os.devnull, "w"))))
-        world.wait()  # the others start when the settings are right; what is wrong is said once
+        with world.in_turn():  # the others start when the settings are right; what is wrong is said once
+            if world.first:
+                parts = [trained_parts(config, block) for block in range(configuration.trained_blocks(config))]
+                parallel.check(config, world, shared=any(len(names) > 1 for names in parts))
+                if config.mode in ("profile", "plan"):
+                    cost(config, folder, hardware)
+                    return folder
+                if config.mode != "merge":
+                    check(config, folder, hardware)
+            else:
+                held.enter_context(contextlib.redirect_stdout(held.enter_context(open(os.devnull, "w"))))
         if config.mode == "merge":
             merge(config, folder)
             return folder
@@ -100,6 +102,8 @@ def check(config: Config, folder: Path, hardware: Hardware) -> None:
             f"{folder} holds no checkpoint: train with the same settings first, or set folder= to a run's folder",
         )
     checkpoint.check_folder(folder)
+    if config.mode in ("run", "sample", "evaluate") and config.model.name == "dit":
+        sampler.check_room(config.sampler, generation.image_shape(config), folder)
     read_results(folder)
     if config.mode == "encode":
         latents.check_encode(config.data)

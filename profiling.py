@@ -90,14 +90,15 @@ class Job:
         train_step(self.config.train, self.objective, self.source, modules, [self.part], self.block, STEPS, self.hardware)
 
 
-def make_job(config: Config, kind: ModuleType, hardware: Hardware) -> Job:
-    """Returns the job of a configuration's deepest block.
+def make_job(config: Config, kind: ModuleType, hardware: Hardware, block: int | None = None) -> Job:
+    """Returns the job of one of a configuration's blocks.
 
     Args:
         kind: the module that knows this kind of model, as in kinds.KINDS.
+        block: None: the deepest.
     """
     layers = configuration.layer_split(config)
-    block = layers.index(max(layers))
+    block = layers.index(max(layers)) if block is None else block
     source = kind.source(config, kind.stand_in(config), hardware.device)
     return Job(config, hardware, build_objective(config), source, build_part(config, part_name(block), hardware.device), block)
 
@@ -202,6 +203,28 @@ def activation_bytes(job: Job) -> int:
     return saved_bytes(job.loss, [*module.parameters(), *module.buffers()])
 
 
+def held_bytes(job: Job) -> dict[str, int]:
+    """Makes one step and returns the bytes of what a block holds while its optimizer works, each storage once."""
+    found = {}
+
+    def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        parameters = list(job.part.module.parameters())
+        held = {
+            "parameters": parameters,
+            "gradients": [parameter.grad for parameter in parameters],
+            "optimizer": [value for state in optimizer.state.values() for value in state.values()],
+            "ema": job.part.ema.values(),
+        }
+        for name, tensors in held.items():
+            storages = [tensor.untyped_storage() for tensor in tensors]
+            found[name] = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+    hook = job.part.optimizer.register_step_post_hook(look)
+    job.step()
+    hook.remove()
+    return found
+
+
 def operations(job: Job) -> int:
     """Returns the floating-point operations of a micro-batch's forward and backward pass, of matrix products and attention."""
     with FlopCounterMode(display=False) as counter:
@@ -260,6 +283,11 @@ def count(config: Config, kind: ModuleType, hardware: Hardware) -> Counts:
     return Counts(**{name: layer_and_ends(*values) for name, values in found.items()})
 
 
+def predicted_state(counts: Counts, layers: int) -> int:
+    """Returns the bytes of a block's parameters, gradients, two moments of AdamW and EMA."""
+    return 20 * (layers * counts.parameters[0] + counts.parameters[1])
+
+
 def predicted_activations(counts: Counts, layers: int, samples: int, checkpointing: bool) -> int:
     """Returns the bytes kept for the backward pass; with checkpointing, layers' inputs and one layer that is computed again."""
     layer, ends = (fixed + samples * each for fixed, each in zip(counts.fixed, counts.activations, strict=True))
@@ -283,6 +311,25 @@ def cuts(config: Config) -> list[int]:
     return [b for b in sorted({*BLOCKS, config.partition.num_blocks}) if b <= config.model.depth]
 
 
+def check_room(config: Config, counts: Counts, hardware: Hardware) -> None:
+    """Refuses what the device has no room for: end to end, the largest of the jobs, is measured too.
+
+    Raises:
+        SettingError: names a micro-batch that fits, where there is one.
+    """
+    free = hardware.free_memory()
+    depth, asked = config.model.depth, config.train.micro_batch or config.train.batch_size
+    sizes = [size for size in micro_batches(config.train.batch_size) if size <= asked]
+    needed = {n: predicted_state(counts, depth) + predicted_activations(counts, depth, n, False) for n in (asked, *sizes)}
+    if free is None or needed[asked] <= free:
+        return
+    fitting = next((f"set train.micro_batch={n}" for n in sizes if needed[n] <= free), "take a smaller model, or mode=plan")
+    raise SettingError(
+        f"mode=profile measures end to end too, which needs {mebi(needed[asked])} MiB for {asked} samples at once, and there "
+        f"are {mebi(free)} on {hardware.device}: {fitting}"
+    )
+
+
 def measure(job: Job, counts: Counts, rate: float, kind: ModuleType, checkpointing: bool) -> dict[str, Any]:
     """Returns a row of the profile: one block, with or without checkpointing.
 
@@ -290,37 +337,32 @@ def measure(job: Job, counts: Counts, rate: float, kind: ModuleType, checkpointi
         rate: operations per second, for the prediction.
     """
     settings, device = job.config.train, job.hardware.device
-    module, optimizer = job.part.module, job.part.optimizer
-    module.checkpointing = checkpointing
+    job.part.module.checkpointing = checkpointing
     samples = settings.micro_batch or settings.batch_size
     blocks = configuration.trained_blocks(job.config)
-    parameters = list(module.parameters())
     layer = counts.fixed[0] + samples * counts.activations[0]
     activations = activation_bytes(job) + (layer if checkpointing else 0)
     number_of_operations = operations(job) * math.ceil(settings.batch_size / samples)
-    job.step()
+    held = held_bytes(job)
     peak = None
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         job.step()
         peak = torch.cuda.max_memory_allocated(device)
-        activations = peak - before - bytes_of(parameters)  # the rest of what a step adds are gradients, one per parameter
+        activations = peak - before - held["gradients"]  # which are the rest of what a step adds
     seconds = statistics.median(interleaved({"step": job.step}, device)["step"])
-    state = [value for values in optimizer.state.values() for value in values.values()]
     step_operations = predicted_operations(counts, job.layers, settings.batch_size, checkpointing)
     return {
         "num_blocks": blocks,
         "checkpointing": checkpointing,
         "layers": job.layers,
-        "parameters_bytes": bytes_of(parameters),
-        "gradients_bytes": bytes_of(parameters),
-        "optimizer_bytes": bytes_of(state),
-        "ema_bytes": bytes_of(job.part.ema.values()),
+        **{f"{name}_bytes": size for name, size in held.items()},
         "activations_bytes": activations,
         "ends_parameters_bytes": 4 * counts.parameters[1],
         "ends_activations_bytes": counts.fixed[1] + samples * counts.activations[1],
         "formula_bytes": (4 * 4 * counts.parameters[0] + layer) * job.layers,
+        "predicted_state_bytes": predicted_state(counts, job.layers),
         "predicted_activations_bytes": predicted_activations(counts, job.layers, samples, checkpointing),
         "peak_bytes": peak,
         "operations": number_of_operations,
@@ -356,11 +398,13 @@ def calibrate(config: Config, kind: ModuleType, hardware: Hardware, counts: Coun
 def profile(config: Config, kind: ModuleType, hardware: Hardware, folder: Path) -> None:
     """Measures end-to-end training and 2, 3, 4 and 6 blocks; prints the tables and writes profile.json, .csv and .png."""
     counts = count(config, kind, hardware)
+    check_room(config, counts, hardware)
     rate = calibrate(config, kind, hardware, counts)
     rows = []
     for num_blocks in cuts(config):
         job = make_job(variant(config, num_blocks, activation_checkpointing=False), kind, hardware)
         rows += [measure(job, counts, rate, kind, checkpointing) for checkpointing in (False, True)]
+        del job  # before the next one is built
     for row in rows:
         end_to_end = next(r for r in rows if r["num_blocks"] == 1 and r["checkpointing"] == row["checkpointing"])
         row["relative_step"] = row["all_blocks_seconds"] / end_to_end["all_blocks_seconds"]
@@ -383,13 +427,27 @@ def profile(config: Config, kind: ModuleType, hardware: Hardware, folder: Path) 
 def print_profile(rows: list[dict[str, Any]]) -> None:
     """Prints the profile as two tables: memory, and the paper's appendix H with the relative speed."""
     print("\nMemory of one block's job in MiB; (4P + A)L/B is the method's own count, without EMA, embeddings and head")
-    head = ("blocks", "checkp.", "params", "grads", "optim.", "EMA", "activ.", "sum", "(4P + A)L/B", "ends' par.", "ends' act.")
+    head = (
+        "blocks",
+        "checkp.",
+        "params",
+        "grads",
+        "optim.",
+        "EMA",
+        "activ.",
+        "sum",
+        "predicted",
+        "(4P + A)L/B",
+        "ends' par.",
+        "ends' act.",
+    )
     cells = [
         [
             row["num_blocks"],
             "yes" if row["checkpointing"] else "no",
             *(mebi(row[f"{name}_bytes"]) for name in ("parameters", "gradients", "optimizer", "ema", "activations")),
             mebi(total_bytes(row)),
+            mebi(row["predicted_state_bytes"] + row["predicted_activations_bytes"]),
             "" if row["checkpointing"] else mebi(row["formula_bytes"]),
             mebi(row["ends_parameters_bytes"]),
             mebi(row["ends_activations_bytes"]),
@@ -482,7 +540,8 @@ def plan_row(config: Config, counts: Counts, rate: float, memory: int, checkpoin
     blocks = configuration.trained_blocks(config)
     layers = configuration.layer_split(config)
     parameters = [count * counts.parameters[0] + counts.parameters[1] for count in layers]
-    state = 16 * (max(parameters) if offload else sum(parameters)) + 4 * max(parameters)
+    others = 0 if offload else 16 * (sum(parameters) - max(parameters))
+    state = predicted_state(counts, max(layers)) + others
     for micro_batch in micro_batches(settings.batch_size):
         needed = state + predicted_activations(counts, max(layers), micro_batch, checkpointing)
         if needed <= memory:

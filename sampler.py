@@ -11,7 +11,8 @@ import math
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
@@ -24,7 +25,7 @@ from tqdm import tqdm
 
 import latents
 import plots
-from config import LatentsConfig, SamplerConfig
+from config import LatentsConfig, SamplerConfig, SettingError, require
 from data import to_pixels
 from dblock_modules import make_schedule, visits
 from hardware import environment
@@ -145,7 +146,8 @@ def write_images(
     if is_whole(result):
         return result
     batches = folder / "batches"
-    batches.mkdir(parents=True, exist_ok=True)
+    with written(folder):
+        batches.mkdir(parents=True, exist_ok=True)
     schedule = model_schedule(model, settings)
     # With the environment of the drawing: scores may be computed later, by other code.
     protocol = {
@@ -155,36 +157,65 @@ def write_images(
         "schedule": schedule.tolist(),
     }
     if world.first:
-        (folder / "protocol.json").write_text(json.dumps(protocol, indent=1) + "\n")
+        with written(folder):
+            (folder / "protocol.json").write_text(json.dumps(protocol, indent=1) + "\n")
     files = [batches / f"{index:06d}.npz" for index in range(math.ceil(settings.num_images / settings.batch_size))]
     share = range(world.rank, len(files), world.size)
     for index in tqdm(share, desc="sampling", unit="batch", disable=not (progress and world.first)):
         if not is_whole(files[index]):
             start = index * settings.batch_size
             images, labels = sample_images(model, settings, start, min(start + settings.batch_size, settings.num_images))
-            save_arrays(files[index], images.numpy(), np.zeros(0, np.int64) if labels is None else labels.numpy())
+            with written(folder):
+                save_arrays(files[index], images.numpy(), np.zeros(0, np.int64) if labels is None else labels.numpy())
     world.wait()
     if not world.first:
         return result
     loaded = [load_arrays(file) for file in files]
     images, labels = (np.concatenate(arrays) for arrays in zip(*loaded, strict=True))
-    plots.image_grid(images[:100], folder / "grid.png", columns=10)
-    if settings.format == "png":
-        (folder / "images").mkdir(exist_ok=True)
-        for index, image in enumerate(images.transpose(0, 2, 3, 1)):
-            Image.fromarray(image.squeeze(-1) if image.shape[-1] == 1 else image).save(folder / "images" / f"{index:06d}.png")
-    save_arrays(result, images, labels)
-    shutil.rmtree(batches)
+    with written(folder):
+        plots.image_grid(images[:100], folder / "grid.png", columns=10)
+        if settings.format == "png":
+            (folder / "images").mkdir(exist_ok=True)
+            for index, image in enumerate(images.transpose(0, 2, 3, 1)):
+                Image.fromarray(image.squeeze(-1) if image.shape[-1] == 1 else image).save(folder / "images" / f"{index:06d}.png")
+        save_arrays(result, images, labels)
+        shutil.rmtree(batches)
     return result
+
+
+@contextmanager
+def written(folder: Path) -> Iterator[None]:
+    """Says in a sentence that the disk does not take what is written; batches that are whole stay."""
+    try:
+        yield
+    except OSError as error:
+        raise SettingError(
+            f"the samples in {folder} cannot be written ({error.strerror}): make room, and the same command goes on from here"
+        ) from error
+
+
+def check_room(settings: SamplerConfig, shape: tuple[int, ...], folder: Path) -> None:
+    """Refuses more images than a folder's whole disk holds."""
+    parent = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
+    needed, there = settings.num_images * math.prod(shape), shutil.disk_usage(parent).total
+    require(
+        needed <= there,
+        f"sampler.num_images={settings.num_images}: the images take {needed / 1e9:.4g} GB, and the disk of {folder} has "
+        f"{there / 1e9:.4g}: draw fewer",
+    )
 
 
 def save_arrays(path: Path, images: np.ndarray, labels: np.ndarray) -> None:
     """Writes images and labels as one .npz in one move."""
     temporary = path.with_suffix(".tmp.npz")
-    with open(temporary, "wb") as file:
-        np.savez(file, images=images, labels=labels)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with open(temporary, "wb") as file:
+            np.savez(file, images=images, labels=labels)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
     os.replace(temporary, path)
 
 

@@ -114,6 +114,9 @@ class Lone(World):
     def wait(self):
         pass
 
+    def _refused(self, by_this=False):
+        return by_this
+
 
 def test_processes_divide_the_shards_without_changing_a_byte(folder, encoded):
     """Two processes one after the other; the first one finishes."""
@@ -301,3 +304,31 @@ def test_a_full_disk_leaves_nothing_half_written(folder, encoded, tmp_path, monk
     monkeypatch.setattr(latents.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000}))
     with pytest.raises(SettingError, match="name another disk"):
         encode(settings(folder, cache=str(tmp_path / "small")))
+
+
+@pytest.mark.parametrize("room", [300, 9000, 16384, 40000])
+def test_a_file_that_cannot_grow_is_said_in_a_sentence(folder, encoded, tmp_path, room):
+    """The kernel itself refuses, within labels, plan, or a shard, as a full disk does; with room made, the bytes are the same."""
+    chosen = settings(folder, cache=str(tmp_path))
+    given = {"path": chosen.path, "vae": chosen.vae, "cache": chosen.cache, "image_size": 16, "size": 8, "num_classes": 2}
+    overrides = [f"data.{key}={value}" for key, value in {**given, "batch_size": 4, "shard_size": 8}.items()]
+    limited = "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
+    limited += (
+        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({room}, -1)); sys.path.insert(0, {str(ROOT)!r}); import main; main.main()"
+    )
+    arguments = [sys.executable, "-c", limited, "mode=encode", "data=imagenet256_latents", "threads=1", "log.progress=false"]
+    result = subprocess.run(
+        [*arguments, *overrides, "hydra.output_subdir=null"],
+        cwd=tmp_path,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    shards = latents.shard_folder(chosen)
+    if room < 16384 + 128:  # of a shard of 8 images
+        assert result.returncode == 1 and "Traceback" not in result.stderr, result.stderr
+        assert "cannot be written (File too large): make room" in result.stderr
+        assert not (shards / "latents.json").exists() and not list(shards.glob("train_0*.npy"))
+    encode(chosen)
+    assert contents(shards) == contents(latents.shard_folder(encoded))

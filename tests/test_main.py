@@ -229,6 +229,7 @@ BAD = [
     (["eval.features=inception-v3-compat"], "Inception|inception"),
     (["eval.features=inception-v3-compat", "eval.inception_weights=/does/not/exist"], "/does/not/exist"),
     (["sampler.num_images=3"], "num_images"),
+    (["sampler.num_images=100000000000"], "sampler.num_images=100000000000: the images take 6400 GB"),
     (["data=cifar10", "model=dit_s2", "data.path=.", "eval.likelihood_images=5"], "likelihood|data.path"),
 ]
 
@@ -249,6 +250,18 @@ def test_bad_settings_are_refused_in_a_sentence(overrides, names, tmp_path, monk
     assert re.search(names, printed), printed
     assert "Traceback" not in printed
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_what_memory_cannot_hold_is_said_in_a_sentence(tmp_path, monkeypatch, cache):
+    """Numpy's words for it, and torch's."""
+    import main
+
+    monkeypatch.chdir(tmp_path)
+    for setting in ("train.steps=1000000000000000", "model.width=100000000000"):
+        arguments = ["main.py", "log.progress=false", "mode=train", "model.heads=1", f"data.cache={cache}", setting]
+        monkeypatch.setattr(sys, "argv", arguments)
+        with pytest.raises(SystemExit, match="error: out of memory .*: take a smaller model, batch or count"):
+            main.main()
 
 
 def test_bad_setting_from_a_shell(tmp_path):

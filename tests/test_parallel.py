@@ -184,6 +184,18 @@ def test_what_does_not_fit_the_number_of_processes_is_refused():
         make_config(train={"parallel": "rows"})
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [["train.batch_size=9", "train.parallel=data"], ["partition.num_blocks=13"], ["data.num_classes=9", "train.parallel=data"]],
+    ids=["first_checks", "all_read", "first_loads"],
+)
+def test_what_two_processes_are_refused_is_said_once(tmp_path, cache, settings):
+    refused = launch(ROOT / "main.py", *TINY, "mode=train", f"data.cache={cache}", *settings, cwd=tmp_path)
+    output, _ = refused.communicate(timeout=60)
+    own = [line for line in output.splitlines() if line.startswith("error: ")]
+    assert refused.returncode != 0 and len(own) == 1 and settings[0].partition("=")[0].split(".")[-1] in own[0], output
+
+
 def test_rows_are_a_batch_cut_among_the_processes():
     assert [World(rank, 4).rows(12) for rank in range(4)] == [slice(0, 3), slice(3, 6), slice(6, 9), slice(9, 12)]
     assert ALONE.rows(12) == slice(0, 12)

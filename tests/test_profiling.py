@@ -12,6 +12,7 @@ import pipeline
 import profiling
 from config import SettingError
 from hardware import Hardware
+from model import build_module
 
 CPU = Hardware(torch.device("cpu"), "fp32", 1)
 
@@ -57,6 +58,34 @@ def test_a_block_keeps_its_share_of_the_activations(num_blocks):
     assert kept[num_blocks] <= 1.02 / num_blocks * kept[1] + ends
 
 
+@pytest.mark.parametrize("block", [0, 1, 2])
+def test_what_a_step_holds_is_what_was_predicted(counts, block):
+    """Storages while the optimizer works; beyond the prediction is the step count that AdamW keeps of each parameter."""
+    job = profiling.make_job(make_config(), generation, CPU, block)
+    held = profiling.held_bytes(job)
+    assert job.block == block and held["parameters"] == held["gradients"] == held["ema"]
+    assert sum(held.values()) == profiling.predicted_state(counts, 1) + 4 * len(list(job.part.module.parameters()))
+
+
+@pytest.mark.parametrize(("num_blocks", "millions"), [(1, 457.82), (3, 155.59), (4, 117.81)])
+def test_parameters_of_the_full_shape(num_blocks, millions):
+    """DiT-L/2 on ImageNet's latents, without memory for it, against the arithmetic of its layers and ends."""
+    width, patch, frequencies = 1024, 4 * 2**2, 256
+    layer = (3 + 1 + 8 + 6) * width**2 + (3 + 1 + 5 + 6) * width  # qkv, projection, MLP, adaLN
+    embeddings = (patch + 1) * width + (frequencies + 1) * width + (width + 1) * width + 1001 * width  # patch, level, label
+    head = 2 * (width + 1) * width + (width + 1) * patch
+    sizes = {"size": "L", "depth": 24, "width": width, "heads": 16, "patch_size": 2}
+    data = {"size": 32, "channels": 4, "num_classes": 1000}
+    method = {"name": "diffusion_blocks"}
+    config = make_config(model=sizes, data=data, partition={"num_blocks": num_blocks}, method=method)
+    with torch.device("meta"):
+        module = build_module(config, "block_0")
+    found = sum(parameter.numel() for parameter in module.parameters())
+    assert found == 24 // num_blocks * layer + embeddings + head == pytest.approx(millions * 1e6, abs=5e3)
+    one = profiling.Counts((layer, embeddings + head), (0, 0), (0, 0), (0, 0), (0, 0), (0, 0))
+    assert profiling.predicted_state(one, 24 // num_blocks) == 20 * found  # float32: four bytes of each, gradient, moments, EMA
+
+
 def test_operations_follow_from_the_counts(counts):
     job = profiling.make_job(profiling.variant(make_config(), 1), generation, CPU)
     assert profiling.operations(job) == profiling.predicted_operations(counts, 3, 8, False)
@@ -97,6 +126,19 @@ def test_plan_says_what_fits(tmp_path, capsys):
         make_config(mode="plan")
 
 
+def test_a_profile_without_room_is_refused(tmp_path, monkeypatch):
+    config = make_config(mode="profile", folder=str(tmp_path / "run"), train={"batch_size": 64})
+    one = profiling.count(config, generation, CPU)
+    room = profiling.predicted_state(one, 3) + profiling.predicted_activations(one, 3, 20, False)
+    monkeypatch.setattr(Hardware, "free_memory", lambda self: room)
+    with pytest.raises(SettingError, match=r"MiB for 64 samples at once.*on cpu: set train.micro_batch=16"):
+        pipeline.run(config)
+    room = 1000
+    with pytest.raises(SettingError, match="take a smaller model, or mode=plan"):
+        pipeline.run(config)
+    assert not (tmp_path / "run").exists()
+
+
 def test_profile_writes_its_tables(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(profiling, "ROUNDS", 1)
     pipeline.run(make_config(mode="profile", folder=str(tmp_path)))
@@ -104,6 +146,7 @@ def test_profile_writes_its_tables(tmp_path, capsys, monkeypatch):
     assert [(row["num_blocks"], row["checkpointing"]) for row in rows] == [(b, c) for b in (1, 2, 3) for c in (False, True)]
     for row in rows:
         assert row["operations"] == row["predicted_operations"]
+        assert profiling.total_bytes(row) == pytest.approx(row["predicted_state_bytes"] + row["activations_bytes"], rel=0.02)
         assert row["activations_bytes"] == row["predicted_activations_bytes"]
         assert row["optimizer_bytes"] == pytest.approx(2 * row["parameters_bytes"], rel=0.02)
     with open(tmp_path / "profile.csv") as file:

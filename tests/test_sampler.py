@@ -9,7 +9,7 @@ from conftest import make_config
 from test_model import random_model
 
 import sampler
-from config import SamplerConfig
+from config import SamplerConfig, SettingError
 from dblock_modules import LogNormalLevels, karras_schedule, make_partition, make_schedule
 from sampler import SAMPLERS, euler, heun
 
@@ -144,3 +144,26 @@ def test_heun_s_second_evaluation_is_routed_by_its_own_level():
 
     heun(recorded, torch.randn(2, 1, 8, 8), np.array(edges[:-1]))
     assert seen == [0, 1, 1, 2, 2]
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_a_full_disk_is_said_in_a_sentence(tmp_path, monkeypatch, at):
+    """In either batch, or when they are joined; what is whole stays, and the same command goes on to the same images."""
+    model, _ = random_model(make_config())
+    settings = SamplerConfig(steps=3, schedule="per_block", num_images=10, batch_size=5)
+    whole = sampler.load_arrays(sampler.write_images(model, settings, tmp_path / "whole", {}, progress=False))
+    original, made = np.savez, []
+
+    def savez(file, **arrays):
+        made.append(1)
+        if len(made) == at + 1:
+            file.write(b"half")
+            raise OSError(28, "No space left on device")
+        original(file, **arrays)
+
+    monkeypatch.setattr(np, "savez", savez)
+    with pytest.raises(SettingError, match="cannot be written .No space left on device.: make room"):
+        sampler.write_images(model, settings, tmp_path / "full", {}, progress=False)
+    assert len(list((tmp_path / "full" / "batches").iterdir())) == at and not (tmp_path / "full" / "samples.npz").exists()
+    again = sampler.load_arrays(sampler.write_images(model, settings, tmp_path / "full", {}, progress=False))
+    assert all(np.array_equal(*pair) for pair in zip(whole, again, strict=True))
