@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import config as configuration
@@ -166,7 +167,8 @@ class EDMObjective:
         autocast: Autocast = None,
     ) -> Tensor:
         """Returns the weighted squared error per sample, mean over its dimensions: (N,) float32."""
-        error = (self.denoise(backbone, z, sigma, condition, autocast) - x).square().flatten(1).mean(1)  # (N,)
+        denoised = self.denoise(backbone, z, sigma, condition, autocast)
+        error = F.mse_loss(denoised, x, reduction="none").flatten(1).mean(1)  # (N,)
         return WEIGHTINGS[self.weighting](sigma, self.sigma_data).float() * error
 
 
