@@ -81,13 +81,12 @@ def run(config: Config, asked: dict[str, Any] | None = None, wait: bool = False)
 
 def cost(config: Config, folder: Path, hardware: Hardware) -> None:
     """Measures what training and sampling cost, or predicts what fits a memory."""
-    kind = KINDS[config.model.name]
     checkpoint.check_folder(folder)
     print(f"{folder}: {hardware.precision} on {hardware.device}, {hardware.threads} threads")
     if config.mode == "profile":
-        profiling.profile(config, kind, hardware, folder)
+        profiling.profile(config, hardware, folder)
     else:
-        profiling.plan(config, kind, hardware, folder)
+        profiling.plan(config, hardware, folder)
 
 
 def check(config: Config, folder: Path, hardware: Hardware) -> None:

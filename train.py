@@ -34,6 +34,7 @@ from kinds import build_module, trained_parts
 from model import Draw, Objective, OneResident, part_name
 from parallel import ALONE, World
 from randomness import stream_seed
+from vit import set_checkpointing
 
 
 class NonFiniteLoss(RuntimeError):
@@ -157,8 +158,8 @@ def check(config: Config, hardware: Hardware) -> None:
         with torch.device("meta"):
             module = build_module(config, trained_parts(config, configuration.owned_blocks(config)[0])[0])
         require(
-            hasattr(module, "checkpointing"),
-            f"train.activation_checkpointing=true is not there for model={config.model.name}: leave it out",
+            set_checkpointing(module, True),
+            f"train.activation_checkpointing=true keeps inputs of layers, which model={config.model.name} has not: leave it out",
         )
 
 
@@ -168,8 +169,7 @@ def build_part(config: Config, name: str, device: torch.device, world: World = A
     if settings.shard:
         parallel.shard(module, world, device)
     module.to(device)
-    if settings.activation_checkpointing:
-        module.checkpointing = True
+    set_checkpointing(module, settings.activation_checkpointing)
     optimizer = torch.optim.AdamW(
         module.parameters(),
         lr=settings.learning_rate,

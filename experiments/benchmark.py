@@ -87,7 +87,7 @@ def settings(shape: str, *overrides: str) -> Config:
 
 def jobs(config: Config, hardware: Hardware, blocks: Iterable[int]) -> dict[int, Job]:
     """Returns a block's job by number of blocks; 1 is end to end."""
-    return {b: make_job(variant(config, b), generation, hardware) for b in blocks}
+    return {b: make_job(variant(config, b), hardware) for b in blocks}
 
 
 def ratio(numerator: list[float], denominator: list[float]) -> float:
@@ -107,14 +107,12 @@ def rounds(shape: str) -> int:
 def memory(hardware: Hardware) -> Iterator[Row]:
     """Activations and training state of a block's job at DiT-S/2, counted."""
     config = settings("dit_s2")
-    counts = profiling.count(config, generation, hardware)
+    counts = profiling.count(config, hardware)
     ends = counts.fixed[1] + config.train.batch_size * counts.activations[1]
     found = {}
     for blocks, job in jobs(config, hardware, (1, *STATE)).items():
         job.step()
-        state = [value for values in job.part.optimizer.state.values() for value in values.values()]
-        parameters = list(job.part.module.parameters())
-        held = profiling.bytes_of([*parameters, *parameters, *state, *job.part.ema.values()])  # twice: gradients
+        held = profiling.bytes_of([*job.parameters, *job.parameters, *job.optimizer_state, *job.ema])  # twice: gradients
         found[blocks] = held, profiling.activation_bytes(job)
     for blocks, bound in STATE.items():
         whole = blocks * sum(found[blocks]) / sum(found[1])
@@ -185,7 +183,7 @@ def guidance(hardware: Hardware) -> Iterator[Row]:
 def outside(hardware: Hardware) -> Iterator[Row]:
     """Share of a step outside forward pass, backward pass and optimizer, 3 blocks."""
     for shape, bound in OUTSIDE.items():
-        job = make_job(variant(settings(shape), 3), generation, hardware)
+        job = make_job(variant(settings(shape), 3), hardware)
         job.step()
         value = statistics.median(profiling.share_outside(job) for _ in range(rounds(shape)))
         yield Row(f"outside/{shape}/3", value, f"<= {bound}")
@@ -196,7 +194,7 @@ def precision(hardware: Hardware) -> Iterator[Row]:
     amx = torch.cpu._is_amx_tile_supported()
     for shape in SHAPES:
         functions = {
-            name: make_job(variant(settings(shape), 3), generation, dataclasses.replace(hardware, precision=name)).step
+            name: make_job(variant(settings(shape), 3), dataclasses.replace(hardware, precision=name)).step
             for name in ("fp32", "bf16")
         }
         seconds = interleaved(functions, hardware.device, rounds(shape))
@@ -210,15 +208,15 @@ def compiled(hardware: Hardware) -> Iterator[Row]:
         return
     amx = torch.cpu._is_amx_tile_supported()
     config = variant(settings("digits"), 3)
-    job = make_job(config, generation, hardware)
+    job = make_job(config, hardware)
     modules = {part_name(job.block): torch.compile(job.part.module, dynamic=False)}
     start = time.perf_counter()
     job.step(modules)
     warm_up = time.perf_counter() - start
     functions: dict[str, Callable[[], None]] = {
         "compiled": lambda: job.step(modules),
-        "eager": make_job(config, generation, hardware).step,
-        "fp32": make_job(config, generation, dataclasses.replace(hardware, precision="fp32")).step,
+        "eager": make_job(config, hardware).step,
+        "fp32": make_job(config, dataclasses.replace(hardware, precision="fp32")).step,
     }
     seconds = interleaved(functions, hardware.device, rounds("digits"))
     saved = statistics.median(seconds["eager"]) - statistics.median(seconds["compiled"])
@@ -231,7 +229,7 @@ def compiled(hardware: Hardware) -> Iterator[Row]:
 def naive(hardware: Hardware) -> Iterator[Row]:
     """Time of the naive loop's step (experiments/naive.py) over ours, with the same layers and precision, 3 blocks."""
     config = variant(settings("digits"), 3)
-    job = make_job(config, generation, hardware)
+    job = make_job(config, hardware)
     images = generation.stand_in(dataclasses.replace(config, train=dataclasses.replace(config.train, batch_size=720))).train
     step = naive_step(
         whole(config),

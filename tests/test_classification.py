@@ -336,8 +336,6 @@ REFUSED = [
     ("train.offload=true is not there", {"train": {"offload": True}}),
     ("train.switch_every=2 is not there", {"train": {"switch_every": 2}}),
     ("sampler.resident=one is not there", {"sampler": {"resident": "one"}}),
-    ("mode=profile is not there", {"mode": "profile"}),
-    ("mode=plan is not there", {"mode": "plan", "memory": "8GiB"}),
     ("num_blocks", {"partition": {"num_blocks": 4}}),
 ]
 
