@@ -360,7 +360,7 @@ class Classifier:
 
 def build_model(config: Config, modules: Mapping[str, nn.Module], scale: float, hardware: Hardware) -> Classifier:
     """Returns a model to use, of parts' modules by name; `scale` is in model units per unit of pixels in [-1, 1]."""
-    return Classifier(config, build_objective(config), dict(modules), scale, hardware.autocast)
+    return Classifier(config, build_objective(config), modules, scale, hardware.autocast)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -442,7 +442,7 @@ def plot_partition(config: Config, path: Path) -> None:
     plots.plot_partition(objective.distribution, objective.partition.edges, intervals, path)
 
 
-def measure(config: Config, modules: dict[str, nn.Module], data: ImageData, hardware: Hardware) -> dict[str, float]:
+def measure(config: Config, modules: Mapping[str, nn.Module], data: ImageData, hardware: Hardware) -> dict[str, float]:
     """Returns accuracy and cross-entropy of a model in training on the first test images."""
     count = config.eval.loss_images
     test = Split(data.test.images[:count], data.test.labels[:count])

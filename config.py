@@ -1071,8 +1071,14 @@ def validate_training(config: Config) -> None:
         not train.offload or (train.parallel is None and not train.shard),
         "train.offload=true is the way of one process: leave it out, or train.parallel and train.shard",
     )
-    require_dit(config, "train.offload=true", train.offload)
-    require_dit(config, f"train.switch_every={train.switch_every}", train.switch_every != 1)
+    require(
+        not train.offload or config.method.name not in ("greedy", "forward_forward"),
+        f"train.offload=true leaves one block on the device, steps of method={config.method.name} run others too: leave it out",
+    )
+    require(
+        not train.offload or config.model.name not in LANGUAGE_MODELS or train.sample_every == 0,
+        "train.offload=true holds one block, and every token that is drawn needs all of them: set train.sample_every=0",
+    )
     one_of("train.block_order", train.block_order, ("shuffled", "sequential", "uniform"))
     one_of("train.match", train.match, ("layer_work", "iterations"))
     require(

@@ -25,7 +25,7 @@ from dblock_modules import karras_schedule
 from evaluation import LossGrid
 from hardware import Hardware
 from latents import LatentData, LatentSource
-from model import Model, OneResident, build_model, build_objective
+from model import Model, build_model, build_objective
 from parallel import ALONE, World
 
 GRID_IMAGES = 40  # of the pictures that are drawn during training
@@ -114,7 +114,7 @@ def plot_partition(config: Config, path: Path) -> None:
     plots.plot_partition(objective.distribution, objective.partition.edges, intervals, path)
 
 
-def preview(config: Config, modules: Mapping[str, nn.Module] | OneResident, scale: float, hardware: Hardware, path: Path) -> None:
+def preview(config: Config, modules: Mapping[str, nn.Module], scale: float, hardware: Hardware, path: Path) -> None:
     """Draws a few samples of a model in training."""
     model = build_model(config, modules, scale, hardware)
     images, _ = sampler.sample_images(model, dataclasses.replace(config.sampler, num_images=GRID_IMAGES))
@@ -170,9 +170,7 @@ def labelled(model: Model) -> evaluation.Denoise:
     return lambda z, sigma, labels: model.denoiser(labels)(z, sigma)
 
 
-def measure(
-    config: Config, modules: Mapping[str, nn.Module] | OneResident, data: ImageData, hardware: Hardware
-) -> dict[str, Any]:
+def measure(config: Config, modules: Mapping[str, nn.Module], data: ImageData, hardware: Hardware) -> dict[str, Any]:
     """Returns the held-out loss of a model in training, see evaluation.summarize_loss; `blocks` has each one's mean."""
     grid, loss, owners = heldout_loss(config, data, build_model(config, modules, data.scale, hardware))
     summary = evaluation.summarize_loss(loss, grid, owners)

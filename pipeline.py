@@ -25,7 +25,6 @@ from config import Config, SamplerConfig, SettingError, require
 from data import ImageData
 from hardware import Hardware
 from kinds import KINDS, build_objective, trained_parts
-from model import OneResident
 from parallel import World
 
 
@@ -144,10 +143,10 @@ def train(config: Config, data: ImageData, folder: Path, hardware: Hardware, wor
         configuration.save_config(config, folder / "config.yaml")
         kind.plot_partition(config, folder / "plots" / "partition.png")
 
-    def draw_grid(modules: Mapping[str, nn.Module] | OneResident, path: Path) -> None:
+    def draw_grid(modules: Mapping[str, nn.Module], path: Path) -> None:
         kind.preview(config, modules, data.scale, hardware, path)
 
-    def measure(modules: Mapping[str, nn.Module] | OneResident, step: int) -> None:
+    def measure(modules: Mapping[str, nn.Module], step: int) -> None:
         curve = folder / "heldout.jsonl"
         rows = [row for row in training.read_metrics(curve) if row["step"] < step]
         rows.append({"step": step, **kind.measure(config, modules, data, hardware)})

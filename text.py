@@ -105,7 +105,7 @@ def build_objective(config: Config) -> NextToken | TokenDiffusion | MaskedDiffus
 
 def build_model(config: Config, modules: Mapping[str, nn.Module], scale: float, hardware: Hardware) -> LanguageModel:
     """Returns a model to sample and score from, of parts' modules by name; `scale` is 1, tokens have no units."""
-    return LanguageModel(config, build_objective(config), dict(modules), hardware.autocast)
+    return LanguageModel(config, build_objective(config), modules, hardware.autocast)
 
 
 def plot_partition(config: Config, path: Path) -> None:
@@ -116,7 +116,7 @@ def plot_partition(config: Config, path: Path) -> None:
         plots.plot_partition(objective.distribution, objective.partition.edges, intervals, path)
 
 
-def preview(config: Config, modules: dict[str, nn.Module], scale: float, hardware: Hardware, path: Path) -> None:
+def preview(config: Config, modules: Mapping[str, nn.Module], scale: float, hardware: Hardware, path: Path) -> None:
     """Writes a few samples of a model in training."""
     model = build_model(config, modules, scale, hardware)
     prompt = torch.zeros((PREVIEW_SAMPLES, 0), dtype=torch.int64)

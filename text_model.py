@@ -498,7 +498,7 @@ class LanguageModel:
 
     config: Config
     objective: NextToken | TokenDiffusion | MaskedDiffusion
-    modules: dict[str, nn.Module]
+    modules: Mapping[str, nn.Module]
     autocast: Callable[[], AbstractContextManager] = nullcontext
 
     @property

@@ -379,8 +379,8 @@ def describe(
     }
 
 
-def ema_modules(config: Config, parts: Mapping[str, Part], device: torch.device) -> dict[str, nn.Module] | OneResident:
-    """Returns modules with the parts' EMA weights as they are now; with offload, one block's at a time."""
+def ema_modules(config: Config, parts: Mapping[str, Part], device: torch.device) -> Mapping[str, nn.Module]:
+    """Returns modules with the parts' EMA weights as they are now; with offload, one part's at a time."""
 
     def build(name: str) -> nn.Module:
         part, module = parts[name], build_module(config, name).to(device).eval()
@@ -388,7 +388,7 @@ def ema_modules(config: Config, parts: Mapping[str, Part], device: torch.device)
         return module
 
     if config.train.offload:
-        return OneResident(configuration.owned_blocks(config), lambda block: build(part_name(block)))
+        return OneResident(list(parts), build)
     return {name: build(name) for name in parts}
 
 
@@ -399,8 +399,8 @@ def train(
     folder: Path,
     hardware: Hardware,
     description: dict[str, Any],
-    draw_grid: Callable[[dict[str, nn.Module] | OneResident, Path], None],
-    measure: Callable[[dict[str, nn.Module] | OneResident, int], None],
+    draw_grid: Callable[[Mapping[str, nn.Module], Path], None],
+    measure: Callable[[Mapping[str, nn.Module], int], None],
     on_row: Callable[[dict[str, Any]], None],
     world: World = ALONE,
 ) -> None:

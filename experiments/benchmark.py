@@ -166,7 +166,7 @@ def guidance(hardware: Hardware) -> Iterator[Row]:
         labels, null = torch.zeros(images, dtype=torch.int64), torch.full((images,), config.data.num_classes)
         z = torch.randn(images, *model.shape)
         batched = model.denoiser(labels, 1.5)
-        alone = [RoutedDenoiser(model.objective, model.backbones, y, [1.0] * 3, 0, model.autocast) for y in (labels, null)]
+        alone = [RoutedDenoiser(model.objective, model.modules, y, [1.0] * 3, 0, model.autocast) for y in (labels, null)]
 
         def apart(alone: list[RoutedDenoiser] = alone, z: torch.Tensor = z) -> torch.Tensor:
             conditional, unconditional = (denoise(z, 80.0) for denoise in alone)
