@@ -11,6 +11,7 @@ and number of threads is not made again. They hold the load of the machine befor
 import argparse
 import csv
 import dataclasses
+import functools
 import os
 import statistics
 import sys
@@ -32,7 +33,8 @@ import profiling
 from config import Config
 from experiments.naive import naive_step
 from hardware import Hardware
-from model import RoutedDenoiser, build_model, build_module, part_name
+from kinds import build_model, build_module
+from model import RoutedDenoiser, part_name
 from profiling import ROUNDS, Job, interleaved, make_job, variant
 from sampler import euler, image_noise, model_schedule
 
@@ -45,9 +47,18 @@ BUSY = 0.5  # a load average above which other processes disturb a measurement
 SHAPES = {
     "dit_s2": ["data=cifar10", "model=dit_s2", "train.batch_size=16"],
     "digits": [],
+    # The released ViT: 12 layers of width 128, an MLP of 3,072, dropout, 64 patches and the noisy label; end to end a plain ViT.
+    "vit": ["scale=vit_digits", "data=cifar100", "data.crop=0", "model=vit_cifar100", "model.mlp_ratio=24"]
+    + ["model.label_token=instead", "model.dropout=0.1", "train.batch_size=32"],
 }
 # Upper bounds of num_blocks x time of a block's step / time of the end-to-end step.
-TRAINING = {"dit_s2": {2: 1.03, 3: 1.03, 4: 1.03, 6: 1.08}, "digits": {2: 1.08, 3: 1.08, 4: 1.08}}
+TRAINING = {
+    "dit_s2": {2: 1.03, 3: 1.03, 4: 1.03, 6: 1.08},
+    "digits": {2: 1.08, 3: 1.08, 4: 1.08},
+    "vit": {3: 1.02},  # the released code's, as the next two
+}
+VIT_ACTIVATIONS = 0.357  # upper bound of a block's activations over those of the end-to-end step, 3 blocks
+VIT_INFERENCE = 1.1  # upper bound of a prediction's time over that of the end-to-end network
 # Lower bounds of (end-to-end time of sampling / block-wise time) / num_blocks, and the images that are sampled at once.
 SAMPLING = {"dit_s2": (0.95, 8), "digits": (0.88, 64)}
 SAMPLING_BLOCKS = (2, 3, 4)
@@ -90,6 +101,11 @@ def jobs(config: Config, hardware: Hardware, blocks: Iterable[int]) -> dict[int,
     return {b: make_job(variant(config, b), hardware) for b in blocks}
 
 
+def fp32(hardware: Hardware) -> Hardware:
+    """Returns the same machine in float32."""
+    return dataclasses.replace(hardware, precision="fp32")
+
+
 def ratio(numerator: list[float], denominator: list[float]) -> float:
     """Returns the median over rounds of the ratio of two interleaved measurements."""
     return statistics.median(a / b for a, b in zip(numerator, denominator, strict=True))
@@ -97,7 +113,7 @@ def ratio(numerator: list[float], denominator: list[float]) -> float:
 
 def rounds(shape: str) -> int:
     """Returns the rounds of a measurement: small steps are cheap, and vary more."""
-    return ROUNDS if shape == "dit_s2" else 5 * ROUNDS
+    return 5 * ROUNDS if shape == "digits" else ROUNDS
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -122,12 +138,15 @@ def memory(hardware: Hardware) -> Iterator[Row]:
         share = blocks * (found[blocks][1] - ends) / found[1][1]
         note = f"{found[blocks][1] / 2**20:.0f} of {found[1][1] / 2**20:.0f} MiB, {ends / 2**20:.0f} of it embeddings and head"
         yield Row(f"activations/dit_s2/{blocks}", share, f"<= {ACTIVATIONS}", note)
+    kept = {b: profiling.activation_bytes(job) for b, job in jobs(settings("vit"), fp32(hardware), (1, 3)).items()}
+    note = f"{kept[3] / 2**20:.0f} of {kept[1] / 2**20:.0f} MiB"
+    yield Row("block_activations/vit/3", kept[3] / kept[1], f"<= {VIT_ACTIVATIONS}", note)
 
 
 def training(hardware: Hardware) -> Iterator[Row]:
     """num_blocks x time of a block's step over the time of the end-to-end step (appendix H)."""
     for shape, bounds in TRAINING.items():
-        measured = jobs(settings(shape), hardware, (1, *bounds))
+        measured = jobs(settings(shape), fp32(hardware) if shape == "vit" else hardware, (1, *bounds))
         seconds = interleaved({str(b): job.step for b, job in measured.items()}, hardware.device, rounds(shape))
         for blocks, bound in bounds.items():
             value = blocks * ratio(seconds[str(blocks)], seconds["1"])
@@ -147,6 +166,20 @@ def sampling(hardware: Hardware) -> Iterator[Row]:
         for blocks in SAMPLING_BLOCKS:
             value = ratio(seconds["1"], seconds[str(blocks)]) / blocks
             yield Row(f"sampling/{shape}/{blocks}", value, f">= {bound}", f"{blocks * value:.2f} times as fast")
+
+
+def inference(hardware: Hardware) -> Iterator[Row]:
+    """Time of a prediction by 3 blocks, one step in each, over that of the end-to-end ViT."""
+    predictions = {}
+    for blocks in (1, 3):
+        config = variant(settings("vit"), blocks)
+        modules = {part_name(block): build_module(config, part_name(block)).eval() for block in range(blocks)}
+        model = build_model(config, modules, 1.0, fp32(hardware))
+        images = torch.randn(config.train.batch_size, config.data.channels, config.data.size, config.data.size)
+        predictions[str(blocks)] = functools.partial(model.stages, images)
+    seconds = interleaved(predictions, hardware.device, rounds("vit"))
+    note = f"{statistics.median(seconds['3']):.4f} s, end to end {statistics.median(seconds['1']):.4f} s"
+    yield Row("inference/vit/3", ratio(seconds["3"], seconds["1"]), f"<= {VIT_INFERENCE}", note)
 
 
 def draw_images(model: Any, images: int) -> Callable[[], torch.Tensor]:
@@ -192,7 +225,7 @@ def outside(hardware: Hardware) -> Iterator[Row]:
 def precision(hardware: Hardware) -> Iterator[Row]:
     """Time of a step in float32 over that in bfloat16, 3 blocks."""
     amx = torch.cpu._is_amx_tile_supported()
-    for shape in SHAPES:
+    for shape in SAMPLING:
         functions = {
             name: make_job(variant(settings(shape), 3), dataclasses.replace(hardware, precision=name)).step
             for name in ("fp32", "bf16")
@@ -255,6 +288,7 @@ MEASUREMENTS: dict[str, Callable[[Hardware], Iterator[Row]]] = {
     "guidance": guidance,
     "training": training,
     "sampling": sampling,
+    "inference": inference,
     "precision": precision,
     "compiled": compiled,
 }
