@@ -371,6 +371,15 @@ class FinalLayer(nn.Module):
         return self.linear(modulate(self.norm(x), shift, scale))  # (N, T, out)
 
 
+class PatchHead(FinalLayer):
+    """The same with shift and scale folded into the linear map, of fewer values than tokens: the moved tokens are never held."""
+
+    def forward(self, x: Tensor, c: Tensor) -> Tensor:
+        shift, scale = self.adaLN(c).chunk(2, dim=-1)  # 2 x (N, 1, D)
+        weight = self.linear.weight * (1 + scale)  # (N, out, D)
+        return torch.baddbmm(self.linear(shift), self.norm(x), weight.mT)  # (N, T, out)
+
+
 def initialize(model: nn.Module) -> None:
     """Initialises linear maps, patches, level embeddings and what a condition moves as DiT does.
 
@@ -409,7 +418,7 @@ class DiT(nn.Module):
         self.level = LevelEmbedding(width)
         self.label = nn.Embedding(num_classes + 1, width) if num_classes else None
         self.layers = Layers(DiTLayer(width, heads) for _ in range(depth))
-        self.head = FinalLayer(width, patch_size**2 * channels)
+        self.head = PatchHead(width, patch_size**2 * channels)
         self.initialize()
 
     def initialize(self) -> None:

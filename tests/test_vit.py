@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from config import SIZES
-from vit import CPU_MATH_TOKENS, DiT, Layers, attention, embed_patches, sincos_positions
+from vit import CPU_MATH_TOKENS, DiT, FinalLayer, Layers, attention, embed_patches, sincos_positions
 
 
 def dit(size: str, **values: int) -> DiT:
@@ -77,6 +77,12 @@ def test_patches_are_embedded_as_by_a_convolution():
     model = random_dit()
     x = torch.randn(4, 3, 8, 8)
     torch.testing.assert_close(embed_patches(model.patches, x), model.patches(x))
+
+
+def test_folded_head_is_the_final_layer():
+    model = random_dit()
+    x, c = torch.randn(4, 16, 16), torch.randn(4, 1, 16)
+    torch.testing.assert_close(model.head(x, c), FinalLayer.forward(model.head, x, c))
 
 
 def test_embeddings_and_head_stay_in_float32_under_autocast():
