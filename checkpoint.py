@@ -291,10 +291,7 @@ def load_model(
     names = list(run["parts"]) if blocks is None else [part_name(block) for block in blocks]
     for name in names:
         require(name in run["parts"], f"{folder} holds {', '.join(run['parts'])}, not {name}")
-    if resident == "one":
-        modules = OneResident([int(name.removeprefix("block_")) for name in names], lambda block: load(part_name(block)))
-    else:
-        modules = {name: load(name) for name in names}
+    modules = OneResident(names, load) if resident == "one" else {name: load(name) for name in names}
     return build_model(config, modules, run["data"]["scale"], hardware)
 
 

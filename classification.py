@@ -49,7 +49,7 @@ from model import (
 )
 from randomness import generator, stream_seed
 from sampler import euler, image_noise
-from vit import DiTLayer, LabelEnds, LabelViT, Tokens, ViT, initialize
+from vit import DiTLayer, LabelEnds, LabelViT, Layers, Tokens, ViT, initialize
 
 INFORMATION_DRAWS = 8192  # of the noisy embedding, for what it gives away by itself
 IGNORED = 0.01  # nats: a block that loses less than that on other images' labels does not look at its image
@@ -233,7 +233,7 @@ def _label_vit_part(config: Config, name: str) -> nn.Module:
     if name == SHARED:
         return Shared(ends() if model.share == "ends" else None, learned_table(config))
     condition_width = model.width if model.adaLN == "dit" else model.width // 6
-    layers = nn.ModuleList(
+    layers = Layers(
         DiTLayer(
             model.width,
             model.heads,
@@ -360,7 +360,7 @@ class Classifier:
 
 def build_model(config: Config, modules: Mapping[str, nn.Module], scale: float, hardware: Hardware) -> Classifier:
     """Returns a model to use, of parts' modules by name; `scale` is in model units per unit of pixels in [-1, 1]."""
-    return Classifier(config, build_objective(config), dict(modules), scale, hardware.autocast)
+    return Classifier(config, build_objective(config), modules, scale, hardware.autocast)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -408,6 +408,31 @@ def source(config: Config, data: ImageData, device: torch.device) -> Any:
     return TwoViews(view(0), view(1)) if config.method.name == "forward_forward" else view(0)
 
 
+def stand_in(config: Config) -> ImageData:
+    """Returns random images for measurements that do not depend on what they show."""
+    data = config.data
+    return data_sets.random_images(
+        2 * config.train.batch_size, data.channels, data.size, data.num_classes, data.scale or 1.0, data.flip
+    )
+
+
+def one_evaluation(
+    config: Config, block: int, modules: Mapping[str, nn.Module], hardware: Hardware
+) -> tuple[Callable[[], Tensor], int]:
+    """Returns what runs a block once, for as many images as a training step has, and how often a prediction does."""
+    model = build_model(config, modules, 1.0, hardware)
+    objective, size = model.objective, config.train.batch_size
+    images = torch.randn(size, config.data.channels, config.data.size, config.data.size, device=hardware.device)
+    if config.method.name == "end_to_end":
+        return lambda: model.stages(images), 1
+    z = torch.randn(size, config.model.width, device=hardware.device)
+    level = math.sqrt(math.prod(objective.partition.interval(block)))
+    sigma = torch.full((size,), level, dtype=torch.float64, device=hardware.device)
+    steps = (config.eval.label_steps or [config.partition.num_blocks])[0]
+    evaluate = torch.inference_mode()(lambda: objective.logits(modules, block, z, sigma, images, hardware.autocast()))
+    return evaluate, steps
+
+
 def plot_partition(config: Config, path: Path) -> None:
     """Draws the density of the levels, the blocks' intervals and their overlap, for a method that has levels."""
     if config.method.name != "diffusion_blocks":
@@ -417,7 +442,7 @@ def plot_partition(config: Config, path: Path) -> None:
     plots.plot_partition(objective.distribution, objective.partition.edges, intervals, path)
 
 
-def measure(config: Config, modules: dict[str, nn.Module], data: ImageData, hardware: Hardware) -> dict[str, float]:
+def measure(config: Config, modules: Mapping[str, nn.Module], data: ImageData, hardware: Hardware) -> dict[str, float]:
     """Returns accuracy and cross-entropy of a model in training on the first test images."""
     count = config.eval.loss_images
     test = Split(data.test.images[:count], data.test.labels[:count])

@@ -864,11 +864,25 @@ def validate(config: Config) -> None:
         (config.memory is not None) == (config.mode == "plan"),
         f"memory={config.memory} and mode=plan belong together, as in mode=plan memory=8GiB",
     )
-    require_dit(config, f"mode={config.mode}", config.mode in ("profile", "plan"))
+    if config.mode in ("profile", "plan"):
+        validate_cost(config)
     if config.mode == "merge":
         require(config.train.blocks == "all", "mode=merge makes the whole model: leave train.blocks=all")
     else:
         require(config.merge == MergeConfig(), "merge.runs and merge.force are for mode=merge alone: leave them out")
+
+
+def validate_cost(config: Config) -> None:
+    """Refuses models of which a block's cost does not follow from its layers, and methods that are not compared."""
+    mode, method = config.mode, config.method.name
+    require(
+        config.model.name in ("dit", "vit", "transformer"),
+        f"mode={mode} counts layers that are alike and run once, which model={config.model.name} has not: use another model",
+    )
+    require(
+        method == "diffusion_blocks" or method == "end_to_end" and config.model.name != "vit",
+        f"mode={mode} compares end to end with blocks, which method={method} is neither of: leave it out",
+    )
 
 
 def validate_dit(config: Config) -> None:
@@ -1057,8 +1071,14 @@ def validate_training(config: Config) -> None:
         not train.offload or (train.parallel is None and not train.shard),
         "train.offload=true is the way of one process: leave it out, or train.parallel and train.shard",
     )
-    require_dit(config, "train.offload=true", train.offload)
-    require_dit(config, f"train.switch_every={train.switch_every}", train.switch_every != 1)
+    require(
+        not train.offload or config.method.name not in ("greedy", "forward_forward"),
+        f"train.offload=true leaves one block on the device, steps of method={config.method.name} run others too: leave it out",
+    )
+    require(
+        not train.offload or config.model.name not in LANGUAGE_MODELS or train.sample_every == 0,
+        "train.offload=true holds one block, and every token that is drawn needs all of them: set train.sample_every=0",
+    )
     one_of("train.block_order", train.block_order, ("shuffled", "sequential", "uniform"))
     one_of("train.match", train.match, ("layer_work", "iterations"))
     require(

@@ -72,6 +72,14 @@ def to_pixels(x: Tensor, scale: float) -> Tensor:
     return ((x.float() / scale + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
 
 
+def random_images(count: int, channels: int, size: int, num_classes: int, scale: float, flip: bool) -> ImageData:
+    """Returns a set of images of noise, one in both splits, for measurements that do not depend on what they show."""
+    generator = np.random.default_rng(0)
+    images = generator.integers(0, 256, (count, channels, size, size), dtype=np.uint8)
+    split = Split(images, generator.integers(0, max(num_classes, 1), count))
+    return ImageData("random", split, split, num_classes, scale, "", flip)
+
+
 def check_images(
     *,
     name: str,

@@ -5,6 +5,7 @@ Pure functions of float64 numbers; nothing here has parameters. Symbols are the 
 edges decrease: block b covers [edges[b + 1], edges[b]].
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -49,6 +50,7 @@ class LogNormalLevels:
     minimum: float = 0.002
     maximum: float = 80.0
 
+    @functools.cached_property
     def _bounds(self) -> tuple[float, float]:
         z = (torch.tensor([self.minimum, self.maximum], dtype=torch.float64).log() - self.P_mean) / self.P_std
         q_min, q_max = torch.special.ndtr(z).tolist()
@@ -57,18 +59,18 @@ class LogNormalLevels:
     @property
     def share(self) -> float:
         """How much of the untruncated distribution lies between the bounds."""
-        q_min, q_max = self._bounds()
+        q_min, q_max = self._bounds
         return q_max - q_min
 
     def cdf(self, level: Tensor) -> Tensor:
         """Returns the share of the truncated distribution below `level`: 0 at minimum, 1 at maximum."""
-        q_min, q_max = self._bounds()
+        q_min, q_max = self._bounds
         z = (torch.as_tensor(level, dtype=torch.float64).log() - self.P_mean) / self.P_std
         return ((torch.special.ndtr(z) - q_min) / (q_max - q_min)).clamp(0.0, 1.0)
 
     def inverse_cdf(self, q: Tensor) -> Tensor:
         """Returns Q(q), the level below which the share q of the truncated distribution lies (q in [0, 1])."""
-        q_min, q_max = self._bounds()
+        q_min, q_max = self._bounds
         q = torch.as_tensor(q, dtype=torch.float64)
         z = torch.special.ndtri(q_min + q * (q_max - q_min))
         return (self.P_mean + self.P_std * z).exp().clamp(self.minimum, self.maximum)
@@ -242,6 +244,13 @@ class DiscreteLevels:
         return [self.minimum, *((levels[place - 1] + levels[place]) / 2 for place in places[1:]), self.maximum]
 
 
+@functools.lru_cache(maxsize=1024)
+def _shares_below(distribution: LevelDistribution, low: float, high: float) -> tuple[float, float]:
+    """Returns the cdf at both ends of an interval; every step of a block asks for the same two."""
+    q_low, q_high = distribution.cdf(torch.tensor([low, high], dtype=torch.float64)).tolist()
+    return q_low, q_high
+
+
 def sample_interval(distribution: LevelDistribution, low: float, high: float, uniform: Tensor) -> Tensor:
     """Draws levels from a distribution restricted to [low, high], by inverse transform on `uniform`'s device.
 
@@ -251,7 +260,7 @@ def sample_interval(distribution: LevelDistribution, low: float, high: float, un
     Returns:
         Levels of that shape, float64.
     """
-    q_low, q_high = distribution.cdf(torch.tensor([low, high], dtype=torch.float64)).tolist()
+    q_low, q_high = _shares_below(distribution, low, high)
     return distribution.inverse_cdf(q_low + uniform * (q_high - q_low)).clamp(low, high)
 
 

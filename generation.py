@@ -24,9 +24,8 @@ from data import BatchSource, ImageData
 from dblock_modules import karras_schedule
 from evaluation import LossGrid
 from hardware import Hardware
-from image_sets import Split
 from latents import LatentData, LatentSource
-from model import Model, OneResident, build_model, build_objective, part_name
+from model import Model, build_model, build_objective
 from parallel import ALONE, World
 
 GRID_IMAGES = 40  # of the pictures that are drawn during training
@@ -92,23 +91,25 @@ def source(config: Config, data: ImageData | LatentData, device: torch.device) -
 
 
 def stand_in(config: Config) -> ImageData:
-    """Returns random images of the data's shape, for measurements that do not depend on what they show."""
-    generator = np.random.default_rng(0)
-    shape = (2 * config.train.batch_size, config.data.channels, config.data.size, config.data.size)
-    images = generator.integers(0, 256, shape, dtype=np.uint8)
-    split = Split(images, generator.integers(0, max(config.data.num_classes, 1), len(images)))
-    return ImageData("random", split, split, config.data.num_classes, config.data.scale or 1.0, "", config.data.flip)
+    """Returns random data for measurements that do not depend on what they show."""
+    data = config.data
+    return data_sets.random_images(
+        2 * config.train.batch_size, data.channels, data.size, data.num_classes, data.scale or 1.0, data.flip
+    )
 
 
-def one_evaluation(config: Config, block: int, module: nn.Module, hardware: Hardware) -> Callable[[], Tensor]:
-    """Returns what runs a block's denoiser once, as sampling does, for as many samples as a training step has."""
-    model = build_model(config, {part_name(block): module}, 1.0, hardware)
-    size = config.train.batch_size
+def one_evaluation(
+    config: Config, block: int, modules: Mapping[str, nn.Module], hardware: Hardware
+) -> tuple[Callable[[], Tensor], int]:
+    """Returns what runs a block's denoiser once, for as many samples as a training step has, and how often sampling does."""
+    model = build_model(config, modules, 1.0, hardware)
+    size, drawn = config.train.batch_size, config.sampler
     labels = torch.zeros(size, dtype=torch.int64, device=hardware.device) if config.data.num_classes else None
-    denoise = model.denoiser(labels, config.sampler.guidance)
+    denoise = model.denoiser(labels, drawn.guidance)
     sigma = math.sqrt(math.prod(model.objective.partition.interval(block)))
     z = torch.randn(size, *model.shape, device=hardware.device)
-    return torch.inference_mode()(lambda: denoise(z, sigma))
+    evaluations = drawn.steps if drawn.name == "euler" else 2 * drawn.steps - 1
+    return torch.inference_mode()(lambda: denoise(z, sigma)), evaluations
 
 
 def plot_partition(config: Config, path: Path) -> None:
@@ -118,7 +119,7 @@ def plot_partition(config: Config, path: Path) -> None:
     plots.plot_partition(objective.distribution, objective.partition.edges, intervals, path)
 
 
-def preview(config: Config, modules: Mapping[str, nn.Module] | OneResident, scale: float, hardware: Hardware, path: Path) -> None:
+def preview(config: Config, modules: Mapping[str, nn.Module], scale: float, hardware: Hardware, path: Path) -> None:
     """Draws a few samples of a model in training."""
     model = build_model(config, modules, scale, hardware)
     images, _ = sampler.sample_images(model, dataclasses.replace(config.sampler, num_images=GRID_IMAGES))
@@ -174,9 +175,7 @@ def labelled(model: Model) -> evaluation.Denoise:
     return lambda z, sigma, labels: model.denoiser(labels)(z, sigma)
 
 
-def measure(
-    config: Config, modules: Mapping[str, nn.Module] | OneResident, data: ImageData, hardware: Hardware
-) -> dict[str, Any]:
+def measure(config: Config, modules: Mapping[str, nn.Module], data: ImageData, hardware: Hardware) -> dict[str, Any]:
     """Returns the held-out loss of a model in training, see evaluation.summarize_loss; `blocks` has each one's mean."""
     grid, loss, owners = heldout_loss(config, data, build_model(config, modules, data.scale, hardware))
     summary = evaluation.summarize_loss(loss, grid, owners)

@@ -11,7 +11,6 @@ import model
 import text
 from config import Config
 from hardware import Hardware
-from model import OneResident
 
 # By model.name: what the pipeline asks (check, load, source, plot_partition, evaluate, and where something is drawn preview and
 # sample), and what makes the model of its parts (trained_parts, build_module, build_objective, build_model).
@@ -34,8 +33,8 @@ def build_objective(config: Config) -> Any:
     return BUILDERS[config.model.name].build_objective(config)
 
 
-def build_model(config: Config, modules: Mapping[str, nn.Module] | OneResident, scale: float, hardware: Hardware) -> Any:
-    """Returns a model to use, of parts' modules by name or a DiT's one at a time by block.
+def build_model(config: Config, modules: Mapping[str, nn.Module], scale: float, hardware: Hardware) -> Any:
+    """Returns a model to use, of parts' modules by name.
 
     Args:
         scale: model units per unit of pixels in [-1, 1].

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import config as configuration
@@ -166,7 +167,8 @@ class EDMObjective:
         autocast: Autocast = None,
     ) -> Tensor:
         """Returns the weighted squared error per sample, mean over its dimensions: (N,) float32."""
-        error = (self.denoise(backbone, z, sigma, condition, autocast) - x).square().flatten(1).mean(1)  # (N,)
+        denoised = self.denoise(backbone, z, sigma, condition, autocast)
+        error = F.mse_loss(denoised, x, reduction="none").flatten(1).mean(1)  # (N,)
         return WEIGHTINGS[self.weighting](sigma, self.sigma_data).float() * error
 
 
@@ -245,7 +247,7 @@ class RoutedDenoiser:
     """D(z; sigma) of a whole model for given labels: every level goes to the block that owns it.
 
     Attributes:
-        backbones: by block.
+        modules: the blocks' networks, by part name.
         labels: (N,) int64, or None for an unconditional model.
         guidance: one scale w per block; D_null + w (D_label - D_null) on all channels, so 1 is conditional and costs one forward.
         null_label: the label of no label.
@@ -253,7 +255,7 @@ class RoutedDenoiser:
     """
 
     objective: EDMObjective
-    backbones: Mapping[int, nn.Module]
+    modules: Mapping[str, nn.Module]
     labels: Tensor | None
     guidance: Sequence[float]
     null_label: int
@@ -275,27 +277,27 @@ class RoutedDenoiser:
 
     def _denoise(self, block: int, z: Tensor, sigma: float, labels: Tensor | None) -> Tensor:
         levels = torch.full((len(z),), sigma, dtype=torch.float64, device=z.device)
-        return self.objective.denoise(self.backbones[block], z, levels, labels, self.autocast())
+        return self.objective.denoise(self.modules[part_name(block)], z, levels, labels, self.autocast())
 
 
-class OneResident(Mapping[int, nn.Module]):
-    """Blocks of which one is held at a time: asking for another lets go of it first."""
+class OneResident(Mapping[str, nn.Module]):
+    """Parts' modules by name, of which one is held at a time: asking for another lets go of it first."""
 
-    def __init__(self, blocks: Sequence[int], load: Callable[[int], nn.Module]) -> None:
-        self.blocks, self.load = blocks, load
-        self.held: dict[int, nn.Module] = {}
+    def __init__(self, names: Sequence[str], load: Callable[[str], nn.Module]) -> None:
+        self.names, self.load = names, load
+        self.held: dict[str, nn.Module] = {}
 
-    def __getitem__(self, block: int) -> nn.Module:
-        if block not in self.held:
+    def __getitem__(self, name: str) -> nn.Module:
+        if name not in self.held:
             self.held.clear()
-            self.held[block] = self.load(block)
-        return self.held[block]
+            self.held[name] = self.load(name)
+        return self.held[name]
 
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.blocks)
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
 
     def __len__(self) -> int:
-        return len(self.blocks)
+        return len(self.names)
 
 
 @dataclass
@@ -303,13 +305,13 @@ class Model:
     """The blocks that one job holds, and what is needed to use them.
 
     Attributes:
-        backbones: by block, on `device` when they are asked for; a job that trains some blocks holds those alone.
+        modules: by part name, on `device` when they are asked for; a job that trains some blocks holds those alone.
         scale: model units per unit of pixels in [-1, 1].
     """
 
     config: Config
     objective: EDMObjective
-    backbones: Mapping[int, nn.Module]
+    modules: Mapping[str, nn.Module]
     scale: float
     device: torch.device
     autocast: Callable[[], AbstractContextManager] = nullcontext
@@ -333,7 +335,7 @@ class Model:
         else:
             known = labels is not None and bool(((labels >= 0) & (labels < num_classes)).all())
             configuration.require(known, f"labels must lie in 0..{num_classes - 1}")
-        return RoutedDenoiser(self.objective, self.backbones, labels, scales, num_classes, self.autocast)
+        return RoutedDenoiser(self.objective, self.modules, labels, scales, num_classes, self.autocast)
 
 
 def step_memory(
@@ -414,14 +416,11 @@ def build_objective(config: Config) -> EDMObjective:
     )
 
 
-def build_model(config: Config, modules: Mapping[str, nn.Module] | OneResident, scale: float, hardware: Hardware) -> Model:
+def build_model(config: Config, modules: Mapping[str, nn.Module], scale: float, hardware: Hardware) -> Model:
     """Returns a model to sample and score from.
 
     Args:
-        modules: the parts' modules by name, or one at a time by block.
+        modules: the parts' modules by name.
         scale: model units per unit of pixels in [-1, 1].
     """
-    backbones = modules
-    if not isinstance(modules, OneResident):
-        backbones = {int(name.removeprefix("block_")): module for name, module in modules.items()}
-    return Model(config, build_objective(config), backbones, scale, hardware.device, hardware.autocast)
+    return Model(config, build_objective(config), modules, scale, hardware.device, hardware.autocast)

@@ -27,7 +27,6 @@ from config import Config, SamplerConfig, SettingError, require
 from data import ImageData
 from hardware import Hardware
 from kinds import KINDS, build_objective, trained_parts
-from model import OneResident
 from parallel import World
 
 
@@ -83,13 +82,12 @@ def run(config: Config, asked: dict[str, Any] | None = None, wait: bool = False)
 
 def cost(config: Config, folder: Path, hardware: Hardware) -> None:
     """Measures what training and sampling cost, or predicts what fits a memory."""
-    kind = KINDS[config.model.name]
     checkpoint.check_folder(folder)
     print(f"{folder}: {hardware.precision} on {hardware.device}, {hardware.threads} threads")
     if config.mode == "profile":
-        profiling.profile(config, kind, hardware, folder)
+        profiling.profile(config, hardware, folder)
     else:
-        profiling.plan(config, kind, hardware, folder)
+        profiling.plan(config, hardware, folder)
 
 
 def check(config: Config, folder: Path, hardware: Hardware) -> None:
@@ -149,10 +147,10 @@ def train(config: Config, data: ImageData, folder: Path, hardware: Hardware, wor
         configuration.save_config(config, folder / "config.yaml")
         kind.plot_partition(config, folder / "plots" / "partition.png")
 
-    def draw_grid(modules: Mapping[str, nn.Module] | OneResident, path: Path) -> None:
+    def draw_grid(modules: Mapping[str, nn.Module], path: Path) -> None:
         kind.preview(config, modules, data.scale, hardware, path)
 
-    def measure(modules: Mapping[str, nn.Module] | OneResident, step: int) -> None:
+    def measure(modules: Mapping[str, nn.Module], step: int) -> None:
         curve = folder / "heldout.jsonl"
         rows = [row for row in training.read_metrics(curve) if row["step"] < step]
         rows.append({"step": step, **kind.measure(config, modules, data, hardware)})

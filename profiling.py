@@ -11,11 +11,12 @@ import math
 import re
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -30,12 +31,15 @@ from checkpoint import Part
 from config import Config, MethodConfig, PartitionConfig, SettingError, require
 from data import Source
 from hardware import Hardware
-from kinds import build_objective
+from kinds import KINDS, build_objective, trained_parts
 from model import Draw, Objective, part_name
 from train import build_part, train_step
+from vit import set_checkpointing
 
 BLOCKS = (1, 2, 3, 4, 6)  # numbers of blocks that are compared; 1 is end to end
 ROUNDS = 7  # of which the median is taken, after one that warms up
+ALONE = {"blocks": "all", "offload": False, "parallel": None, "shard": False}  # settings of a job that is measured
+TRAINING = {"mode": "train", "memory": None}
 STEPS = 1000  # that a block is said to make in all; the learning rate alone depends on it
 
 
@@ -44,28 +48,51 @@ STEPS = 1000  # that a block is said to make in all; the learning rate alone dep
 
 
 def variant(config: Config, num_blocks: int, **train: Any) -> Config:
-    """Returns the configuration cut into another number of blocks, with other settings of `train`.
+    """Returns the configuration cut into another number of blocks, 1 for end to end, with other settings of `train`.
 
     Levels play no part in what a step costs, so a custom cut is replaced by equal probability.
     """
-    method, cut = MethodConfig("diffusion_blocks"), PartitionConfig("equi_probability", num_blocks)
-    if num_blocks == config.partition.num_blocks and config.method.name == "diffusion_blocks":
+    method = MethodConfig("end_to_end" if num_blocks == 1 else "diffusion_blocks")
+    cut = PartitionConfig("equi_probability", num_blocks)
+    if num_blocks == config.partition.num_blocks and config.method == method:
         cut = config.partition  # with its own layers per block
-    alone = {"blocks": "all", "offload": False, "parallel": None, "shard": False}
-    settings = dataclasses.replace(config.train, **{**alone, **train})
-    return configuration.resolve(dataclasses.replace(config, method=method, partition=cut, train=settings))
+    settings = dataclasses.replace(config.train, **{**ALONE, **train})
+    return configuration.resolve(dataclasses.replace(config, method=method, partition=cut, train=settings, **TRAINING))
+
+
+def uncut(config: Config, depth: int, batch_size: int) -> Config:
+    """Returns the configuration of one network of so many layers, of the kind that the configuration's blocks are."""
+    model, cut = dataclasses.replace(config.model, depth=depth), PartitionConfig("equi_probability", 1)
+    settings = dataclasses.replace(config.train, **ALONE, batch_size=batch_size, micro_batch=None)
+    return configuration.resolve(dataclasses.replace(config, model=model, partition=cut, train=settings, **TRAINING))
 
 
 @dataclass
 class Job:
-    """One block in training, the deepest of its configuration."""
+    """One block in training.
+
+    Attributes:
+        parts: that its steps train by name, its own first.
+    """
 
     config: Config
     hardware: Hardware
     objective: Objective
     source: Source
-    part: Part
+    parts: dict[str, Part]
     block: int
+
+    @property
+    def part(self) -> Part:
+        return self.parts[part_name(self.block)]
+
+    @property
+    def modules(self) -> dict[str, nn.Module]:
+        return {name: part.module for name, part in self.parts.items()}
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        return [parameter for module in self.modules.values() for parameter in module.parameters()]
 
     @property
     def layers(self) -> int:
@@ -77,30 +104,29 @@ class Job:
         rows = slice(0, settings.micro_batch or settings.batch_size)
         draw = Draw(self.block, 0, settings.batch_size, rows)
         batch = self.source.batch(draw.block, draw.step, draw.batch_size, rows)
-        modules = {part_name(self.block): self.part.module}
-        return self.objective.training_loss(modules, batch, draw, self.hardware.autocast()).sum()
+        return self.objective.training_loss(self.modules, batch, draw, self.hardware.autocast()).sum()
+
+    def set_checkpointing(self, checkpointing: bool) -> None:
+        for module in self.modules.values():
+            set_checkpointing(module, checkpointing)
 
     def step(self, modules: Mapping[str, nn.Module] | None = None) -> None:
         """Makes one step of training.
 
         Args:
-            modules: what stands for the block's module, by part name.
+            modules: what stands for parts' modules, by part name.
         """
-        modules = modules or {part_name(self.block): self.part.module}
-        train_step(self.config.train, self.objective, self.source, modules, [self.part], self.block, STEPS, self.hardware)
+        modules, parts = self.modules | dict(modules or {}), list(self.parts.values())
+        train_step(self.config.train, self.objective, self.source, modules, parts, self.block, STEPS, self.hardware)
 
 
-def make_job(config: Config, kind: ModuleType, hardware: Hardware, block: int | None = None) -> Job:
-    """Returns the job of one of a configuration's blocks.
-
-    Args:
-        kind: the module that knows this kind of model, as in kinds.KINDS.
-        block: None: the deepest.
-    """
-    layers = configuration.layer_split(config)
+def make_job(config: Config, hardware: Hardware, block: int | None = None) -> Job:
+    """Returns the job of one of a configuration's blocks; None: the deepest."""
+    kind, layers = KINDS[config.model.name], configuration.layer_split(config)
     block = layers.index(max(layers)) if block is None else block
+    parts = {name: build_part(config, name, hardware.device) for name in trained_parts(config, block)}
     source = kind.source(config, kind.stand_in(config), hardware.device)
-    return Job(config, hardware, build_objective(config), source, build_part(config, part_name(block), hardware.device), block)
+    return Job(config, hardware, build_objective(config), source, parts, block)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -114,20 +140,22 @@ def synchronize(device: torch.device) -> None:
 
 
 class Stopwatch:
-    """Seconds that were spent in some functions."""
+    """Seconds that were spent in some functions; what one of them calls is counted with it."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.seconds = device, 0.0
+        self.device, self.seconds, self.running = device, 0.0, False
 
     def timed(self, function: Callable) -> Callable:
         """Returns the function with its time taken."""
 
         def run(*arguments: Any, **named: Any) -> Any:
+            if self.running:
+                return function(*arguments, **named)
             synchronize(self.device)
-            start = time.perf_counter()
+            start, self.running = time.perf_counter(), True
             result = function(*arguments, **named)
             synchronize(self.device)
-            self.seconds += time.perf_counter() - start
+            self.seconds, self.running = self.seconds + time.perf_counter() - start, False
             return result
 
         return run
@@ -157,24 +185,19 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def share_outside(job: Job) -> float:
-    """Makes one step and returns the share of its time that is not the network's forward pass, backward or optimizer."""
+    """Makes one step and returns the share of its time that is not networks' forward pass, backward or optimizer."""
     whole, inside = Stopwatch(job.hardware.device), Stopwatch(job.hardware.device)
-    module, optimizer = job.part.module, job.part.optimizer
     with (
         replaced(torch.Tensor, "backward", inside.timed(torch.Tensor.backward)),
-        replaced(optimizer, "step", inside.timed(optimizer.step)),
+        replaced(torch.optim.AdamW, "step", inside.timed(torch.optim.AdamW.step)),
+        replaced(nn.Module, "__call__", inside.timed(nn.Module.__call__)),
     ):
-        whole.timed(job.step)({part_name(job.block): inside.timed(module)})
+        whole.timed(job.step)()
     return 1 - inside.seconds / whole.seconds
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Bytes and operations
-
-
-def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Returns the bytes of tensors' elements."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def saved_bytes(loss: Callable[[], Tensor], held: Iterable[Tensor]) -> int:
@@ -199,37 +222,38 @@ def saved_bytes(loss: Callable[[], Tensor], held: Iterable[Tensor]) -> int:
 
 def activation_bytes(job: Job) -> int:
     """Returns what a step keeps between its forward and its backward pass."""
-    module = job.part.module
-    return saved_bytes(job.loss, [*module.parameters(), *module.buffers()])
+    return saved_bytes(job.loss, [*job.parameters, *(buffer for module in job.modules.values() for buffer in module.buffers())])
 
 
 def held_bytes(job: Job) -> dict[str, int]:
-    """Makes one step and returns the bytes of what a block holds while its optimizer works, each storage once."""
-    found = {}
+    """Makes one step and returns the bytes of what its parts hold while their optimizers work, each storage once."""
+    found: Counter[str] = Counter()
 
-    def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        parameters = list(job.part.module.parameters())
+    def look(part: Part, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        parameters = list(part.module.parameters())
         held = {
             "parameters": parameters,
             "gradients": [parameter.grad for parameter in parameters],
             "optimizer": [value for state in optimizer.state.values() for value in state.values()],
-            "ema": job.part.ema.values(),
+            "ema": part.ema.values(),
         }
         for name, tensors in held.items():
             storages = [tensor.untyped_storage() for tensor in tensors]
-            found[name] = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+            found[name] += sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
-    hook = job.part.optimizer.register_step_post_hook(look)
+    hooks = [part.optimizer.register_step_post_hook(partial(look, part)) for part in job.parts.values()]
     job.step()
-    hook.remove()
-    return found
+    for hook in hooks:
+        hook.remove()
+    return dict(found)
 
 
 def operations(job: Job) -> int:
     """Returns the floating-point operations of a micro-batch's forward and backward pass, of matrix products and attention."""
     with FlopCounterMode(display=False) as counter:
         job.loss().backward()
-    job.part.optimizer.zero_grad(set_to_none=True)
+    for part in job.parts.values():
+        part.optimizer.zero_grad(set_to_none=True)
     return counter.get_total_flops()
 
 
@@ -241,16 +265,26 @@ class Counts:
         parameters: numbers.
         fixed: bytes kept for the backward pass whatever the batch: copies of weights in another precision.
         activations: bytes kept per sample.
-        inputs: of these, what checkpointing keeps.
-        forward, both: operations per sample, of the forward pass and of both passes.
+        inputs_fixed, inputs: the same with checkpointing, but for the layer that is computed again.
+        operations: per sample, of the forward and the backward pass.
+        again: of these, what checkpointing computes a second time.
     """
 
     parameters: tuple[int, int]
     fixed: tuple[int, int]
     activations: tuple[int, int]
+    inputs_fixed: tuple[int, int]
     inputs: tuple[int, int]
-    forward: tuple[int, int]
-    both: tuple[int, int]
+    operations: tuple[int, int]
+    again: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What predictions are made from: counts, and the operations per second of a training step on this machine."""
+
+    counts: Counts
+    rate: float
 
 
 def layer_and_ends(one: int, two: int) -> tuple[int, int]:
@@ -258,28 +292,20 @@ def layer_and_ends(one: int, two: int) -> tuple[int, int]:
     return two - one, 2 * one - two
 
 
-def count(config: Config, kind: ModuleType, hardware: Hardware) -> Counts:
-    """Counts on networks of one and two layers, for one sample and for two."""
-    found: dict[str, list[int]] = {name: [] for name in ("parameters", "fixed", "activations", "inputs", "forward", "both")}
+def count(config: Config, hardware: Hardware) -> Counts:
+    """Counts on networks of one and two layers of the kind that a cut has, for one sample and for two."""
+    found: dict[str, list[int]] = {field.name: [] for field in dataclasses.fields(Counts)}
     for depth in (1, 2):
-        model = dataclasses.replace(config.model, depth=depth)
-        shallow = [
-            make_job(variant(dataclasses.replace(config, model=model), 1, batch_size=n, micro_batch=None), kind, hardware)
-            for n in (1, 2)
-        ]
-        module = shallow[0].part.module
-        found["parameters"].append(sum(parameter.numel() for parameter in module.parameters()))
-        kept = [activation_bytes(job) for job in shallow]
-        found["activations"].append(kept[1] - kept[0])
-        found["fixed"].append(2 * kept[0] - kept[1])
-        found["both"].append(operations(shallow[0]))
-        with FlopCounterMode(display=False) as counter:
-            shallow[0].loss()
-        found["forward"].append(counter.get_total_flops())
-        for job in shallow:
-            job.part.module.checkpointing = True
-        kept = [activation_bytes(job) for job in shallow]
-        found["inputs"].append(kept[1] - kept[0])
+        shallow = [make_job(uncut(config, depth, batch_size), hardware) for batch_size in (1, 2)]
+        found["parameters"].append(sum(parameter.numel() for parameter in shallow[0].parameters))
+        for checkpointing, fixed, each in ((False, "fixed", "activations"), (True, "inputs_fixed", "inputs")):
+            for job in shallow:
+                job.set_checkpointing(checkpointing)
+            one, two = (activation_bytes(job) for job in shallow)
+            found[fixed].append(2 * one - two)
+            found[each].append(two - one)
+            found["again" if checkpointing else "operations"].append(operations(shallow[0]))
+        found["again"][-1] -= found["operations"][-1]
     return Counts(**{name: layer_and_ends(*values) for name, values in found.items()})
 
 
@@ -293,13 +319,16 @@ def predicted_activations(counts: Counts, layers: int, samples: int, checkpointi
     layer, ends = (fixed + samples * each for fixed, each in zip(counts.fixed, counts.activations, strict=True))
     if not checkpointing:
         return layers * layer + ends
-    return layers * samples * counts.inputs[0] + layer + ends
+    kept, ends = (fixed + samples * each for fixed, each in zip(counts.inputs_fixed, counts.inputs, strict=True))
+    return layers * kept + layer + ends
 
 
 def predicted_operations(counts: Counts, layers: int, samples: int, checkpointing: bool) -> int:
-    """Returns the operations of a step; with checkpointing, layers run forward twice."""
-    layer = counts.both[0] + (counts.forward[0] if checkpointing else 0)
-    return samples * (layers * layer + counts.both[1])
+    """Returns the operations of a step."""
+    layer, ends = counts.operations
+    if checkpointing:
+        layer, ends = layer + counts.again[0], ends + counts.again[1]
+    return samples * (layers * layer + ends)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -308,6 +337,8 @@ def predicted_operations(counts: Counts, layers: int, samples: int, checkpointin
 
 def cuts(config: Config) -> list[int]:
     """Returns the numbers of blocks to compare: BLOCKS and the configuration's own, as far as there are layers for them."""
+    if config.objective.name == "next_token":
+        return [1]
     return [b for b in sorted({*BLOCKS, config.partition.num_blocks}) if b <= config.model.depth]
 
 
@@ -330,14 +361,10 @@ def check_room(config: Config, counts: Counts, hardware: Hardware) -> None:
     )
 
 
-def measure(job: Job, counts: Counts, rate: float, kind: ModuleType, checkpointing: bool) -> dict[str, Any]:
-    """Returns a row of the profile: one block, with or without checkpointing.
-
-    Args:
-        rate: operations per second, for the prediction.
-    """
-    settings, device = job.config.train, job.hardware.device
-    job.part.module.checkpointing = checkpointing
+def measure(job: Job, costs: Costs, checkpointing: bool) -> dict[str, Any]:
+    """Returns a row of the profile: one block, with or without checkpointing."""
+    settings, device, counts = job.config.train, job.hardware.device, costs.counts
+    job.set_checkpointing(checkpointing)
     samples = settings.micro_batch or settings.batch_size
     blocks = configuration.trained_blocks(job.config)
     layer = counts.fixed[0] + samples * counts.activations[0]
@@ -368,42 +395,58 @@ def measure(job: Job, counts: Counts, rate: float, kind: ModuleType, checkpointi
         "operations": number_of_operations,
         "predicted_operations": step_operations,
         "step_seconds": seconds,
-        "predicted_seconds": step_operations / rate,
+        "predicted_seconds": step_operations / costs.rate,
         "outside_share": statistics.median(share_outside(job) for _ in range(ROUNDS)),
         "all_blocks_seconds": blocks * seconds,
-        "sample_seconds": sample_seconds(job, kind),
+        "sample_seconds": sample_seconds(job),
     }
 
 
-def sample_seconds(job: Job, kind: ModuleType) -> float:
-    """Returns the seconds per sample at the sampler's steps: those of one evaluation of the denoiser, times their number."""
-    sampler, device = job.config.sampler, job.hardware.device
-    evaluations = sampler.steps if sampler.name == "euler" else 2 * sampler.steps - 1
-    job.part.module.checkpointing = False
-    evaluate = kind.one_evaluation(job.config, job.block, job.part.module, job.hardware)
+def sample_seconds(job: Job) -> float:
+    """Returns the seconds per sample: those of one evaluation of the network, as sampling makes it, times their number."""
+    kind, device = KINDS[job.config.model.name], job.hardware.device
+    job.set_checkpointing(False)
+    evaluate, evaluations = kind.one_evaluation(job.config, job.block, job.modules, job.hardware)
     once = statistics.median(interleaved({"once": evaluate}, device)["once"])
     return evaluations * once / job.config.train.batch_size
 
 
-def calibrate(config: Config, kind: ModuleType, hardware: Hardware, counts: Counts) -> float:
+def calibrate(config: Config, hardware: Hardware, counts: Counts) -> float:
     """Returns the operations per second of a step of a network of three layers, on a batch of half a GiB at most."""
     most = max(2**29 // predicted_activations(counts, 3, 1, False), 1)
     samples = min(config.train.micro_batch or config.train.batch_size, most)
-    model = dataclasses.replace(config.model, depth=min(config.model.depth, 3))
-    job = make_job(variant(dataclasses.replace(config, model=model), 1, batch_size=samples, micro_batch=None), kind, hardware)
+    job = make_job(uncut(config, min(config.model.depth, 3), samples), hardware)
     seconds = statistics.median(interleaved({"step": job.step}, hardware.device)["step"])
     return predicted_operations(counts, job.layers, samples, False) / seconds
 
 
-def profile(config: Config, kind: ModuleType, hardware: Hardware, folder: Path) -> None:
+def cost(config: Config, hardware: Hardware) -> dict[int, Costs]:
+    """Returns what predictions are made from, by number of blocks; where end to end has layers of another kind, twice."""
+    found: dict[str, Costs] = {}
+    result = {}
+    for num_blocks in cuts(config):
+        cut = variant(config, num_blocks)
+        method = uncut(cut, 1, 1).method.name
+        if method not in found:
+            counts = count(cut, hardware)
+            found[method] = Costs(counts, calibrate(cut, hardware, counts))
+        result[num_blocks] = found[method]
+    return result
+
+
+def counts_of(costs: Mapping[int, Costs]) -> dict[int, dict[str, Any]]:
+    """Returns the counts by number of blocks, as plain values."""
+    return {num_blocks: dataclasses.asdict(found.counts) for num_blocks, found in costs.items()}
+
+
+def profile(config: Config, hardware: Hardware, folder: Path) -> None:
     """Measures end-to-end training and 2, 3, 4 and 6 blocks; prints the tables and writes profile.json, .csv and .png."""
-    counts = count(config, kind, hardware)
-    check_room(config, counts, hardware)
-    rate = calibrate(config, kind, hardware, counts)
+    costs = cost(config, hardware)
+    check_room(config, costs[1].counts, hardware)
     rows = []
     for num_blocks in cuts(config):
-        job = make_job(variant(config, num_blocks, activation_checkpointing=False), kind, hardware)
-        rows += [measure(job, counts, rate, kind, checkpointing) for checkpointing in (False, True)]
+        job = make_job(variant(config, num_blocks), hardware)
+        rows += [measure(job, costs[num_blocks], checkpointing) for checkpointing in (False, True)]
         del job  # before the next one is built
     for row in rows:
         end_to_end = next(r for r in rows if r["num_blocks"] == 1 and r["checkpointing"] == row["checkpointing"])
@@ -414,8 +457,8 @@ def profile(config: Config, kind: ModuleType, hardware: Hardware, folder: Path) 
         "batch_size": config.train.batch_size,
         "micro_batch": config.train.micro_batch,
         "hardware": dataclasses.asdict(hardware) | {"device": hardware.name},
-        "sampler": {"steps": config.sampler.steps, "name": config.sampler.name, "guidance": config.sampler.guidance},
-        "counts": dataclasses.asdict(counts),
+        "sampler": dataclasses.asdict(config.sampler),
+        "counts": counts_of(costs),
     }
     with checkpoint.locked(folder):
         write(folder, "profile", {**about, "rows": rows}, rows)
@@ -530,13 +573,13 @@ def micro_batches(batch_size: int) -> list[int]:
     return sizes
 
 
-def plan_row(config: Config, counts: Counts, rate: float, memory: int, checkpointing: bool, offload: bool) -> dict[str, Any]:
+def plan_row(config: Config, costs: Costs, memory: int, checkpointing: bool, offload: bool) -> dict[str, Any]:
     """Returns what the largest micro-batch that fits needs; where none fits, what the smallest would need.
 
     On the device are 16 bytes per parameter (the parameter, two moments, EMA) of every block, or with offload of one, 4 more
     for the gradients of the block in training, and its activations.
     """
-    settings = config.train
+    settings, counts = config.train, costs.counts
     blocks = configuration.trained_blocks(config)
     layers = configuration.layer_split(config)
     parameters = [count * counts.parameters[0] + counts.parameters[1] for count in layers]
@@ -546,7 +589,7 @@ def plan_row(config: Config, counts: Counts, rate: float, memory: int, checkpoin
         needed = state + predicted_activations(counts, max(layers), micro_batch, checkpointing)
         if needed <= memory:
             break
-    seconds = predicted_operations(counts, max(layers), settings.batch_size, checkpointing) / rate
+    seconds = predicted_operations(counts, max(layers), settings.batch_size, checkpointing) / costs.rate
     return {
         "num_blocks": blocks,
         "checkpointing": checkpointing,
@@ -560,17 +603,16 @@ def plan_row(config: Config, counts: Counts, rate: float, memory: int, checkpoin
     }
 
 
-def plan(config: Config, kind: ModuleType, hardware: Hardware, folder: Path) -> None:
+def plan(config: Config, hardware: Hardware, folder: Path) -> None:
     """Prints and saves which cuts, micro-batches, checkpointing and offload fit a memory, the fastest first.
 
     Raises:
         SettingError: none does.
     """
     memory = parse_bytes(config.memory)
-    counts = count(config, kind, hardware)
-    rate = calibrate(config, kind, hardware, counts)
+    costs = cost(config, hardware)
     rows = [
-        plan_row(variant(config, num_blocks), counts, rate, memory, checkpointing, offload)
+        plan_row(variant(config, num_blocks), costs[num_blocks], memory, checkpointing, offload)
         for num_blocks in cuts(config)
         for checkpointing in (False, True)
         for offload in ((False, True) if num_blocks > 1 else (False,))
@@ -583,7 +625,7 @@ def plan(config: Config, kind: ModuleType, hardware: Hardware, folder: Path) -> 
         )
     rows.sort(key=lambda row: (not row["fits"], row["all_blocks_seconds"], row["bytes"]))
     with checkpoint.locked(folder):
-        write(folder, "plan", {"memory": memory, "rows": rows, "counts": dataclasses.asdict(counts)}, rows)
+        write(folder, "plan", {"memory": memory, "rows": rows, "counts": counts_of(costs)}, rows)
     print(f"\nWhat fits {config.memory}, for a batch of {config.train.batch_size} in {hardware.precision}; a job of one block")
     print("(train.blocks=[b]) needs what offload needs. Times from the rate measured on this machine, without transfers.")
     head = ("blocks", "micro-batch", "checkp.", "offload", "MiB", "s/step", "times blocks", "MiB per change of block")

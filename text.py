@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,12 @@ from config import Config, TextSamplerConfig, digest, require
 from hardware import Hardware
 from model import part_name, step_memory
 from randomness import stream_seed
-from text_data import TextData, TokenSource, check_text, load_text, load_tokenizer
+from text_data import TextData, TokenSource, TokenSplit, check_text, cut_rows, load_text, load_tokenizer
 from text_model import LanguageModel, MaskedDiffusion, NextToken, TokenDiffusion
 from text_sampler import generate
 
 PREVIEW_SAMPLES = 4  # of the text that is drawn during training
+TIMED_TOKENS = 8  # that stand for a whole text in mode=profile
 KNOWN_TOKENS = 50_000_000  # a longer training text is not searched for its words
 
 
@@ -51,6 +52,35 @@ def source(config: Config, data: TextData, device: torch.device) -> TokenSource:
     return TokenSource(data, device, seed=config.seed)
 
 
+def stand_in(config: Config) -> TextData:
+    """Returns rows of random tokens for measurements that do not depend on what they say."""
+    tokenizer, context = load_tokenizer(config.data.tokenizer), config.data.context
+    count = 2 * config.train.batch_size
+    tokens = np.random.default_rng(0).integers(0, tokenizer.size, count * context)
+    split = TokenSplit(tokens, context * np.arange(1, count + 1), len(tokens))
+    rows = cut_rows(split, context, config.data.packing, "random")
+    return TextData("random", tokenizer, rows, rows, "")
+
+
+def one_evaluation(
+    config: Config, block: int, modules: Mapping[str, nn.Module], hardware: Hardware
+) -> tuple[Callable[[], torch.Tensor], float]:
+    """Returns what draws the first tokens of as many texts as a training step has, and how often that makes a whole text.
+
+    Every block is given this one's network, of which all have the shape. Masked diffusion draws a row at once: there it is one
+    step of it.
+    """
+    blocks = range(config.partition.num_blocks)
+    model = build_model(config, {**modules, **{part_name(b): modules[part_name(block)] for b in blocks}}, 1.0, hardware)
+    prompt, length = torch.zeros((config.train.batch_size, 0), dtype=torch.int64), config.sampler.length
+    if config.objective.name == "masked":
+        drawn, evaluations = dataclasses.replace(config.sampler, steps=1), (config.sampler.steps + 1) / 2
+    else:
+        drawn = dataclasses.replace(config.sampler, prompt=0, length=min(length, TIMED_TOKENS))
+        evaluations = length / drawn.length
+    return lambda: generate(model, prompt, drawn), evaluations
+
+
 def trained_parts(config: Config, block: int) -> list[str]:
     """Returns the parts that a step of a block trains: the block, and the target embeddings where they are learned."""
     learned = config.objective.name == "token_diffusion" and config.objective.table == "learned"
@@ -75,7 +105,7 @@ def build_objective(config: Config) -> NextToken | TokenDiffusion | MaskedDiffus
 
 def build_model(config: Config, modules: Mapping[str, nn.Module], scale: float, hardware: Hardware) -> LanguageModel:
     """Returns a model to sample and score from, of parts' modules by name; `scale` is 1, tokens have no units."""
-    return LanguageModel(config, build_objective(config), dict(modules), hardware.autocast)
+    return LanguageModel(config, build_objective(config), modules, hardware.autocast)
 
 
 def plot_partition(config: Config, path: Path) -> None:
@@ -86,7 +116,7 @@ def plot_partition(config: Config, path: Path) -> None:
         plots.plot_partition(objective.distribution, objective.partition.edges, intervals, path)
 
 
-def preview(config: Config, modules: dict[str, nn.Module], scale: float, hardware: Hardware, path: Path) -> None:
+def preview(config: Config, modules: Mapping[str, nn.Module], scale: float, hardware: Hardware, path: Path) -> None:
     """Writes a few samples of a model in training."""
     model = build_model(config, modules, scale, hardware)
     prompt = torch.zeros((PREVIEW_SAMPLES, 0), dtype=torch.int64)

@@ -23,7 +23,7 @@ from config import Config
 from dblock_modules import LevelDistribution, Partition, precondition, sample_interval, widen_linear, widen_log
 from model import Autocast, Batch, Draw, LearnedTable, cross_entropy_weight, fixed_table, part_name
 from randomness import generator
-from vit import AdaLN, LevelEmbedding, TokenAttention, TokenLayer, Visibility, modulate
+from vit import AdaLN, Layers, LevelEmbedding, TokenAttention, TokenLayer, Visibility, modulate
 
 LEVEL_SCALE = 1000.0  # of the masked share, in [0, 1], where it enters a level embedding, as MD4 and DiT scale their time
 
@@ -86,7 +86,7 @@ class Transformer(nn.Module):
         self.noisy = nn.Linear(width, width, bias=False) if layout else None
         self.adapter = nn.Linear(2 * width, width, bias=False) if layout == "inline" else None
         self.level = LevelEmbedding(condition_width) if condition_width else None
-        self.layers = nn.ModuleList(TokenLayer(width, heads, condition_width) for _ in range(depth))
+        self.layers = Layers(TokenLayer(width, heads, condition_width) for _ in range(depth))
         self.head = TokenHead(width, vocabulary, condition_width, tied)
         initialize(self)
 
@@ -111,8 +111,7 @@ class Transformer(nn.Module):
                 places = noisy.shape[1]
                 x = noisy if x is None else torch.cat([noisy, x], dim=1)  # (N, T or 2T, D)
         c = None if self.level is None else self.level(c_noise)  # (N, T or 1 or 2T, C)
-        for layer in self.layers:
-            x = layer(x, c, attend)  # (N, T or 2T, D)
+        x = self.layers(x, c, attend)  # (N, T or 2T, D)
         if places is not None and c is not None:
             c = c[:, :places]  # (N, T, C)
         return self.head(x[:, :places], c, self.tokens.weight)  # (N, T, V)
@@ -146,20 +145,18 @@ class Recurrent(nn.Module):
         self.tokens = TokenEmbedding(vocabulary, width)
         self.noisy = nn.Linear(width, width, bias=False) if noisy else None
         self.level = LevelEmbedding(condition_width) if condition_width else None
-        self.prelude = nn.ModuleList(TokenLayer(width, heads, 0, sandwich=True) for _ in range(prelude))
+        self.prelude = Layers(TokenLayer(width, heads, 0, sandwich=True) for _ in range(prelude))
         self.adapter = nn.Linear(2 * width, width, bias=False)
-        self.core = nn.ModuleList(TokenLayer(width, heads, condition_width, sandwich=True) for _ in range(core))
+        self.core = Layers(TokenLayer(width, heads, condition_width, sandwich=True) for _ in range(core))
         self.norm = nn.RMSNorm(width, eps=1e-6)
-        self.coda = nn.ModuleList(TokenLayer(width, heads, condition_width, sandwich=True) for _ in range(coda))
+        self.coda = Layers(TokenLayer(width, heads, condition_width, sandwich=True) for _ in range(coda))
         self.head = TokenHead(width, vocabulary, condition_width, tied)
         initialize(self)
 
     def repeat(self, state: Tensor, given: Tensor, c: Tensor | None, attend: TokenAttention) -> Tensor:
         """One pass through adapter and core: (N, T, D) of state and prelude's output to the next state."""
         state = self.adapter(torch.cat([state, given], dim=-1))  # (N, T, D)
-        for layer in self.core:
-            state = layer(state, c, attend)  # (N, T, D)
-        return state
+        return self.core(state, c, attend)  # (N, T, D)
 
     def forward(
         self,
@@ -183,8 +180,7 @@ class Recurrent(nn.Module):
             with_gradient: repetitions after those.
         """
         given = self.tokens(tokens)  # (N, T, D)
-        for layer in self.prelude:
-            given = layer(given, None, attend)  # (N, T, D)
+        given = self.prelude(given, None, attend)  # (N, T, D)
         c = None if self.level is None else self.level(c_noise)  # (N, T or 1, C)
         state = state if self.noisy is None else self.noisy(z_in)  # (N, T, D)
         with torch.no_grad():
@@ -192,9 +188,7 @@ class Recurrent(nn.Module):
                 state = self.repeat(state, given, c, attend)  # (N, T, D)
         for _ in range(with_gradient):
             state = self.repeat(state, given, c, attend)  # (N, T, D)
-        x = self.norm(state)  # (N, T, D)
-        for layer in self.coda:
-            x = layer(x, c, attend)  # (N, T, D)
+        x = self.coda(self.norm(state), c, attend)  # (N, T, D)
         return self.head(x, c, self.tokens.weight)  # (N, T, V)
 
 
@@ -504,7 +498,7 @@ class LanguageModel:
 
     config: Config
     objective: NextToken | TokenDiffusion | MaskedDiffusion
-    modules: dict[str, nn.Module]
+    modules: Mapping[str, nn.Module]
     autocast: Callable[[], AbstractContextManager] = nullcontext
 
     @property

@@ -34,6 +34,7 @@ from kinds import build_module, trained_parts
 from model import Draw, Objective, OneResident, part_name
 from parallel import ALONE, World
 from randomness import stream_seed
+from vit import set_checkpointing
 
 
 class NonFiniteLoss(RuntimeError):
@@ -157,8 +158,8 @@ def check(config: Config, hardware: Hardware) -> None:
         with torch.device("meta"):
             module = build_module(config, trained_parts(config, configuration.owned_blocks(config)[0])[0])
         require(
-            hasattr(module, "checkpointing"),
-            f"train.activation_checkpointing=true is not there for model={config.model.name}: leave it out",
+            set_checkpointing(module, True),
+            f"train.activation_checkpointing=true keeps inputs of layers, which model={config.model.name} has not: leave it out",
         )
 
 
@@ -168,8 +169,7 @@ def build_part(config: Config, name: str, device: torch.device, world: World = A
     if settings.shard:
         parallel.shard(module, world, device)
     module.to(device)
-    if settings.activation_checkpointing:
-        module.checkpointing = True
+    set_checkpointing(module, settings.activation_checkpointing)
     optimizer = torch.optim.AdamW(
         module.parameters(),
         lr=settings.learning_rate,
@@ -379,8 +379,8 @@ def describe(
     }
 
 
-def ema_modules(config: Config, parts: Mapping[str, Part], device: torch.device) -> dict[str, nn.Module] | OneResident:
-    """Returns modules with the parts' EMA weights as they are now; with offload, one block's at a time."""
+def ema_modules(config: Config, parts: Mapping[str, Part], device: torch.device) -> Mapping[str, nn.Module]:
+    """Returns modules with the parts' EMA weights as they are now; with offload, one part's at a time."""
 
     def build(name: str) -> nn.Module:
         part, module = parts[name], build_module(config, name).to(device).eval()
@@ -388,7 +388,7 @@ def ema_modules(config: Config, parts: Mapping[str, Part], device: torch.device)
         return module
 
     if config.train.offload:
-        return OneResident(configuration.owned_blocks(config), lambda block: build(part_name(block)))
+        return OneResident(list(parts), build)
     return {name: build(name) for name in parts}
 
 
@@ -399,8 +399,8 @@ def train(
     folder: Path,
     hardware: Hardware,
     description: dict[str, Any],
-    draw_grid: Callable[[dict[str, nn.Module] | OneResident, Path], None],
-    measure: Callable[[dict[str, nn.Module] | OneResident, int], None],
+    draw_grid: Callable[[Mapping[str, nn.Module], Path], None],
+    measure: Callable[[Mapping[str, nn.Module], int], None],
     on_row: Callable[[dict[str, Any]], None],
     world: World = ALONE,
 ) -> None:

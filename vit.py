@@ -10,6 +10,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -301,6 +302,25 @@ class TokenLayer(nn.Module):
         return self.after2(x + gate_m * self.mlp(modulate(self.norm2(x), shift_m, scale_m)))  # (N, T, D)
 
 
+class Layers(nn.ModuleList):
+    """Layers one after the other, all with the same condition."""
+
+    checkpointing = False  # whether a layer's input alone is kept for the backward pass, and the rest computed again
+
+    def forward(self, x: Tensor, *condition: Any) -> Tensor:
+        for layer in self:
+            x = checkpoint(layer, x, *condition, use_reentrant=False) if self.checkpointing else layer(x, *condition)  # (N, T, D)
+        return x
+
+
+def set_checkpointing(model: nn.Module, checkpointing: bool) -> bool:
+    """Switches activation checkpointing for all layers of a model; returns whether it has layers."""
+    found = [module for module in model.modules() if isinstance(module, Layers)]
+    for layers in found:
+        layers.checkpointing = checkpointing
+    return bool(found)
+
+
 def swiglu_width(width: int) -> int:
     """Returns Llama's hidden width, 8/3 of the width so that three matrices cost what two of 4 would, up to a multiple of 32."""
     return -(-8 * width // 96) * 32
@@ -321,6 +341,22 @@ class LevelEmbedding(nn.Module):
         return self.mlp(torch.cat([angles.cos(), angles.sin()], dim=-1))  # (N, D)
 
 
+def full_precision(x: Tensor) -> torch.autocast:
+    """The context of small products on x's device, of which casts to bfloat16 would cost more than they save."""
+    return torch.autocast(x.device.type, enabled=False)
+
+
+def embed_patches(patches: PatchEmbed, images: Tensor) -> Tensor:
+    """Returns timm's PatchEmbed of images (N, C, H, W), (N, T, D), as a matrix product.
+
+    A convolution of so few channels takes twice as long, and leaves D outermost, which slows every layer.
+    """
+    rows, columns = patches.grid_size
+    x = images.unflatten(3, (columns, -1)).unflatten(2, (rows, -1))  # (N, C, rows, p, columns, p)
+    x = x.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)  # (N, T, C * p * p)
+    return F.linear(x, patches.proj.weight.flatten(1), patches.proj.bias)  # (N, T, D)
+
+
 class FinalLayer(nn.Module):
     """Adaptive layer norm and a linear head, zero at the start. Arguments as for DiTLayer."""
 
@@ -333,6 +369,15 @@ class FinalLayer(nn.Module):
     def forward(self, x: Tensor, c: Tensor) -> Tensor:
         shift, scale = self.adaLN(c).chunk(2, dim=-1)  # 2 x (N, 1, D)
         return self.linear(modulate(self.norm(x), shift, scale))  # (N, T, out)
+
+
+class PatchHead(FinalLayer):
+    """The same with shift and scale folded into the linear map, of fewer values than tokens: the moved tokens are never held."""
+
+    def forward(self, x: Tensor, c: Tensor) -> Tensor:
+        shift, scale = self.adaLN(c).chunk(2, dim=-1)  # 2 x (N, 1, D)
+        weight = self.linear.weight * (1 + scale)  # (N, out, D)
+        return torch.baddbmm(self.linear(shift), self.norm(x), weight.mT)  # (N, T, out)
 
 
 def initialize(model: nn.Module) -> None:
@@ -363,8 +408,6 @@ class DiT(nn.Module):
         num_classes: 0 for an unconditional model; label `num_classes` is the null class of guidance.
     """
 
-    checkpointing = False  # whether a layer's input alone is kept for the backward pass, and the rest computed again
-
     def __init__(
         self, *, channels: int, size: int, patch_size: int, depth: int, width: int, heads: int, num_classes: int
     ) -> None:
@@ -374,8 +417,8 @@ class DiT(nn.Module):
         self.register_buffer("positions", sincos_positions(width, size // patch_size), persistent=False)
         self.level = LevelEmbedding(width)
         self.label = nn.Embedding(num_classes + 1, width) if num_classes else None
-        self.layers = nn.ModuleList(DiTLayer(width, heads) for _ in range(depth))
-        self.head = FinalLayer(width, patch_size**2 * channels)
+        self.layers = Layers(DiTLayer(width, heads) for _ in range(depth))
+        self.head = PatchHead(width, patch_size**2 * channels)
         self.initialize()
 
     def initialize(self) -> None:
@@ -392,14 +435,15 @@ class DiT(nn.Module):
             c_noise: (N,).
             condition: labels, (N,) int64; None for an unconditional model.
         """
-        x = self.patches(x).contiguous() + self.positions  # (N, T, D); a convolution leaves D outermost, which slows every layer
-        c = self.level(c_noise)  # (N, D)
-        if self.label is not None:
-            c = c + self.label(condition)  # (N, D)
+        with full_precision(x):
+            x = embed_patches(self.patches, x) + self.positions  # (N, T, D)
+            c = self.level(c_noise)  # (N, D)
+            if self.label is not None:
+                c = c + self.label(condition)  # (N, D)
         c = c[:, None]  # (N, 1, D)
-        for layer in self.layers:
-            x = checkpoint(layer, x, c, use_reentrant=False) if self.checkpointing else layer(x, c)  # (N, T, D)
-        return self.unpatchify(self.head(x, c))  # (N, C, H, W)
+        x = self.layers(x, c)  # (N, T, D)
+        with full_precision(x):
+            return self.unpatchify(self.head(x, c))  # (N, C, H, W)
 
     def unpatchify(self, x: Tensor) -> Tensor:
         """(N, T, patch * patch * C) -> (N, C, H, W)."""
@@ -423,7 +467,7 @@ class Tokens(nn.Module):
 
     def forward(self, images: Tensor, token: Tensor | None = None) -> Tensor:
         first = token if self.token is None else self.token.expand(len(images), -1)  # (N, D)
-        return torch.cat([first[:, None], self.patches(images) + self.positions], dim=1)  # (N, 1 + T, D)
+        return torch.cat([first[:, None], embed_patches(self.patches, images) + self.positions], dim=1)  # (N, 1 + T, D)
 
 
 class ViT(nn.Module):
@@ -441,7 +485,7 @@ class ViT(nn.Module):
     ) -> None:
         super().__init__()
         self.tokens = tokens
-        self.layers = nn.ModuleList(ViTLayer(width, heads, mlp_ratio, dropout) for _ in range(depth))
+        self.layers = Layers(ViTLayer(width, heads, mlp_ratio, dropout) for _ in range(depth))
         self.head = nn.Sequential(nn.LayerNorm(width, eps=1e-6), nn.Linear(width, num_classes)) if num_classes else None
         initialize(self)
         if self.head is not None:
@@ -456,8 +500,7 @@ class ViT(nn.Module):
         """
         if self.tokens is not None:
             x = self.tokens(x, token)  # (N, 1 + T, D)
-        for layer in self.layers:
-            x = layer(x)  # (N, 1 + T, D)
+        x = self.layers(x)  # (N, 1 + T, D)
         return x, None if self.head is None else self.head(x[:, 0])  # (N, 1 + T, D), (N, classes)
 
 
@@ -494,7 +537,7 @@ class LabelViT(nn.Module):
     Its ends may be shared with other blocks: then they belong to another part, and the layers alone are this block's.
     """
 
-    def __init__(self, ends: LabelEnds, layers: nn.ModuleList) -> None:
+    def __init__(self, ends: LabelEnds, layers: Layers) -> None:
         super().__init__()
         self.ends, self.layers = ends, layers
 
@@ -510,8 +553,7 @@ class LabelViT(nn.Module):
         """
         x = self.ends.start(z_in, images)  # (N, T, D)
         c = self.ends.level(c_noise)[:, None]  # (N, 1, C)
-        for layer in self.layers:
-            x = layer(x, c)  # (N, T, D)
+        x = self.layers(x, c)  # (N, T, D)
         token = x[:, :1]  # (N, 1, D)
         if self.ends.label is None:
             c_skip_z, c_out = skip

@@ -11,6 +11,7 @@ and number of threads is not made again. They hold the load of the machine befor
 import argparse
 import csv
 import dataclasses
+import functools
 import os
 import statistics
 import sys
@@ -32,7 +33,8 @@ import profiling
 from config import Config
 from experiments.naive import naive_step
 from hardware import Hardware
-from model import RoutedDenoiser, build_model, build_module, part_name
+from kinds import build_model, build_module
+from model import RoutedDenoiser, part_name
 from profiling import ROUNDS, Job, interleaved, make_job, variant
 from sampler import euler, image_noise, model_schedule
 
@@ -45,9 +47,18 @@ BUSY = 0.5  # a load average above which other processes disturb a measurement
 SHAPES = {
     "dit_s2": ["data=cifar10", "model=dit_s2", "train.batch_size=16"],
     "digits": [],
+    # The released ViT: 12 layers of width 128, an MLP of 3,072, dropout, 64 patches and the noisy label; end to end a plain ViT.
+    "vit": ["scale=vit_digits", "data=cifar100", "data.crop=0", "model=vit_cifar100", "model.mlp_ratio=24"]
+    + ["model.label_token=instead", "model.dropout=0.1", "train.batch_size=32"],
 }
 # Upper bounds of num_blocks x time of a block's step / time of the end-to-end step.
-TRAINING = {"dit_s2": {2: 1.03, 3: 1.03, 4: 1.03, 6: 1.08}, "digits": {2: 1.08, 3: 1.08, 4: 1.08}}
+TRAINING = {
+    "dit_s2": {2: 1.03, 3: 1.03, 4: 1.03, 6: 1.08},
+    "digits": {2: 1.08, 3: 1.08, 4: 1.08},
+    "vit": {3: 1.02},  # the released code's, as the next two
+}
+VIT_ACTIVATIONS = 0.357  # upper bound of a block's activations over those of the end-to-end step, 3 blocks
+VIT_INFERENCE = 1.1  # upper bound of a prediction's time over that of the end-to-end network
 # Lower bounds of (end-to-end time of sampling / block-wise time) / num_blocks, and the images that are sampled at once.
 SAMPLING = {"dit_s2": (0.95, 8), "digits": (0.88, 64)}
 SAMPLING_BLOCKS = (2, 3, 4)
@@ -87,7 +98,12 @@ def settings(shape: str, *overrides: str) -> Config:
 
 def jobs(config: Config, hardware: Hardware, blocks: Iterable[int]) -> dict[int, Job]:
     """Returns a block's job by number of blocks; 1 is end to end."""
-    return {b: make_job(variant(config, b), generation, hardware) for b in blocks}
+    return {b: make_job(variant(config, b), hardware) for b in blocks}
+
+
+def fp32(hardware: Hardware) -> Hardware:
+    """Returns the same machine in float32."""
+    return dataclasses.replace(hardware, precision="fp32")
 
 
 def ratio(numerator: list[float], denominator: list[float]) -> float:
@@ -97,7 +113,7 @@ def ratio(numerator: list[float], denominator: list[float]) -> float:
 
 def rounds(shape: str) -> int:
     """Returns the rounds of a measurement: small steps are cheap, and vary more."""
-    return ROUNDS if shape == "dit_s2" else 5 * ROUNDS
+    return 5 * ROUNDS if shape == "digits" else ROUNDS
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -107,15 +123,11 @@ def rounds(shape: str) -> int:
 def memory(hardware: Hardware) -> Iterator[Row]:
     """Activations and training state of a block's job at DiT-S/2, counted."""
     config = settings("dit_s2")
-    counts = profiling.count(config, generation, hardware)
+    counts = profiling.count(config, hardware)
     ends = counts.fixed[1] + config.train.batch_size * counts.activations[1]
     found = {}
     for blocks, job in jobs(config, hardware, (1, *STATE)).items():
-        job.step()
-        state = [value for values in job.part.optimizer.state.values() for value in values.values()]
-        parameters = list(job.part.module.parameters())
-        held = profiling.bytes_of([*parameters, *parameters, *state, *job.part.ema.values()])  # twice: gradients
-        found[blocks] = held, profiling.activation_bytes(job)
+        found[blocks] = sum(profiling.held_bytes(job).values()), profiling.activation_bytes(job)
     for blocks, bound in STATE.items():
         whole = blocks * sum(found[blocks]) / sum(found[1])
         note = f"{blocks * found[blocks][0] / found[1][0]:.4f} without activations"
@@ -124,12 +136,15 @@ def memory(hardware: Hardware) -> Iterator[Row]:
         share = blocks * (found[blocks][1] - ends) / found[1][1]
         note = f"{found[blocks][1] / 2**20:.0f} of {found[1][1] / 2**20:.0f} MiB, {ends / 2**20:.0f} of it embeddings and head"
         yield Row(f"activations/dit_s2/{blocks}", share, f"<= {ACTIVATIONS}", note)
+    kept = {b: profiling.activation_bytes(job) for b, job in jobs(settings("vit"), fp32(hardware), (1, 3)).items()}
+    note = f"{kept[3] / 2**20:.0f} of {kept[1] / 2**20:.0f} MiB"
+    yield Row("block_activations/vit/3", kept[3] / kept[1], f"<= {VIT_ACTIVATIONS}", note)
 
 
 def training(hardware: Hardware) -> Iterator[Row]:
     """num_blocks x time of a block's step over the time of the end-to-end step (appendix H)."""
     for shape, bounds in TRAINING.items():
-        measured = jobs(settings(shape), hardware, (1, *bounds))
+        measured = jobs(settings(shape), fp32(hardware) if shape == "vit" else hardware, (1, *bounds))
         seconds = interleaved({str(b): job.step for b, job in measured.items()}, hardware.device, rounds(shape))
         for blocks, bound in bounds.items():
             value = blocks * ratio(seconds[str(blocks)], seconds["1"])
@@ -151,6 +166,20 @@ def sampling(hardware: Hardware) -> Iterator[Row]:
             yield Row(f"sampling/{shape}/{blocks}", value, f">= {bound}", f"{blocks * value:.2f} times as fast")
 
 
+def inference(hardware: Hardware) -> Iterator[Row]:
+    """Time of a prediction by 3 blocks, one step in each, over that of the end-to-end ViT."""
+    predictions = {}
+    for blocks in (1, 3):
+        config = variant(settings("vit"), blocks)
+        modules = {part_name(block): build_module(config, part_name(block)).eval() for block in range(blocks)}
+        model = build_model(config, modules, 1.0, fp32(hardware))
+        images = torch.randn(config.train.batch_size, config.data.channels, config.data.size, config.data.size)
+        predictions[str(blocks)] = functools.partial(model.stages, images)
+    seconds = interleaved(predictions, hardware.device, rounds("vit"))
+    note = f"{statistics.median(seconds['3']):.4f} s, end to end {statistics.median(seconds['1']):.4f} s"
+    yield Row("inference/vit/3", ratio(seconds["3"], seconds["1"]), f"<= {VIT_INFERENCE}", note)
+
+
 def draw_images(model: Any, images: int) -> Callable[[], torch.Tensor]:
     """Returns what samples some images of class 0."""
     noise = image_noise(0, range(images), model.shape)
@@ -168,7 +197,7 @@ def guidance(hardware: Hardware) -> Iterator[Row]:
         labels, null = torch.zeros(images, dtype=torch.int64), torch.full((images,), config.data.num_classes)
         z = torch.randn(images, *model.shape)
         batched = model.denoiser(labels, 1.5)
-        alone = [RoutedDenoiser(model.objective, model.backbones, y, [1.0] * 3, 0, model.autocast) for y in (labels, null)]
+        alone = [RoutedDenoiser(model.objective, model.modules, y, [1.0] * 3, 0, model.autocast) for y in (labels, null)]
 
         def apart(alone: list[RoutedDenoiser] = alone, z: torch.Tensor = z) -> torch.Tensor:
             conditional, unconditional = (denoise(z, 80.0) for denoise in alone)
@@ -185,7 +214,7 @@ def guidance(hardware: Hardware) -> Iterator[Row]:
 def outside(hardware: Hardware) -> Iterator[Row]:
     """Share of a step outside forward pass, backward pass and optimizer, 3 blocks."""
     for shape, bound in OUTSIDE.items():
-        job = make_job(variant(settings(shape), 3), generation, hardware)
+        job = make_job(variant(settings(shape), 3), hardware)
         job.step()
         value = statistics.median(profiling.share_outside(job) for _ in range(rounds(shape)))
         yield Row(f"outside/{shape}/3", value, f"<= {bound}")
@@ -194,9 +223,9 @@ def outside(hardware: Hardware) -> Iterator[Row]:
 def precision(hardware: Hardware) -> Iterator[Row]:
     """Time of a step in float32 over that in bfloat16, 3 blocks."""
     amx = torch.cpu._is_amx_tile_supported()
-    for shape in SHAPES:
+    for shape in SAMPLING:
         functions = {
-            name: make_job(variant(settings(shape), 3), generation, dataclasses.replace(hardware, precision=name)).step
+            name: make_job(variant(settings(shape), 3), dataclasses.replace(hardware, precision=name)).step
             for name in ("fp32", "bf16")
         }
         seconds = interleaved(functions, hardware.device, rounds(shape))
@@ -210,15 +239,15 @@ def compiled(hardware: Hardware) -> Iterator[Row]:
         return
     amx = torch.cpu._is_amx_tile_supported()
     config = variant(settings("digits"), 3)
-    job = make_job(config, generation, hardware)
+    job = make_job(config, hardware)
     modules = {part_name(job.block): torch.compile(job.part.module, dynamic=False)}
     start = time.perf_counter()
     job.step(modules)
     warm_up = time.perf_counter() - start
     functions: dict[str, Callable[[], None]] = {
         "compiled": lambda: job.step(modules),
-        "eager": make_job(config, generation, hardware).step,
-        "fp32": make_job(config, generation, dataclasses.replace(hardware, precision="fp32")).step,
+        "eager": make_job(config, hardware).step,
+        "fp32": make_job(config, dataclasses.replace(hardware, precision="fp32")).step,
     }
     seconds = interleaved(functions, hardware.device, rounds("digits"))
     saved = statistics.median(seconds["eager"]) - statistics.median(seconds["compiled"])
@@ -231,7 +260,7 @@ def compiled(hardware: Hardware) -> Iterator[Row]:
 def naive(hardware: Hardware) -> Iterator[Row]:
     """Time of the naive loop's step (experiments/naive.py) over ours, with the same layers and precision, 3 blocks."""
     config = variant(settings("digits"), 3)
-    job = make_job(config, generation, hardware)
+    job = make_job(config, hardware)
     images = generation.stand_in(dataclasses.replace(config, train=dataclasses.replace(config.train, batch_size=720))).train
     step = naive_step(
         whole(config),
@@ -257,6 +286,7 @@ MEASUREMENTS: dict[str, Callable[[Hardware], Iterator[Row]]] = {
     "guidance": guidance,
     "training": training,
     "sampling": sampling,
+    "inference": inference,
     "precision": precision,
     "compiled": compiled,
 }

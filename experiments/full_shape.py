@@ -15,7 +15,6 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 import config as configuration
-import generation
 import hardware as machine
 import main
 from profiling import activation_bytes, count, held_bytes, make_job, predicted_activations, predicted_state, variant
@@ -37,14 +36,14 @@ def row(num_blocks: int, block: int) -> str:
     config = variant(configuration.resolve(OmegaConf.to_object(composed)), num_blocks)
     hardware = machine.set_up("cpu", config.train.precision, 1)
     before = resident("VmRSS")
-    job = make_job(config, generation, hardware, block)
+    job = make_job(config, hardware, block)
     held = held_bytes(job)
     job.step()  # AdamW's moments come with the first step, and are there throughout the second
     most, activations = resident("VmHWM") - before, activation_bytes(job)
     layers = job.layers
     del job
     gc.collect()
-    counts = count(config, generation, hardware)
+    counts = count(config, hardware)
     state, predicted = predicted_state(counts, layers), predicted_activations(counts, layers, 1, False)
     name = "end to end" if num_blocks == 1 else f"block {block} of {num_blocks}"
     total = sum(held.values()) + activations

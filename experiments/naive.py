@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import torch
 from scipy.stats import norm
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from vit import DiT
+from vit import DiT, Layers
 
 
 class Images(Dataset):
@@ -57,10 +57,10 @@ def naive_step(
         s = sigma.view(-1, 1, 1, 1)
         z = x + s * torch.randn_like(x)
         y = torch.where(torch.rand(len(y)) < 0.1, 10, y)
-        model.layers = nn.ModuleList(layers[block * size : (block + 1) * size])
+        model.layers = Layers(layers[block * size : (block + 1) * size])
         with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
             output = model(z / (s**2 + 0.25).sqrt(), sigma.log() / 4, y).float()
-        model.layers = nn.ModuleList(layers)
+        model.layers = Layers(layers)
         denoised = 0.25 / (s**2 + 0.25) * z + s * 0.5 / (s**2 + 0.25).sqrt() * output
         loss = ((s**2 + 0.25) / (s * 0.5) ** 2 * (denoised - x) ** 2).mean()
         optimizer.zero_grad()

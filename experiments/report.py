@@ -28,6 +28,7 @@ from experiments.collect import FLOOR, RECORDS, image_name, read_rows
 ROOT = Path(__file__).resolve().parent
 README = ROOT.parent / "README.md"
 MARKS = ("<!-- drawn by python -m experiments.report -->", "<!-- end of what is drawn -->")
+COST_MARKS = ("<!-- drawn by python -m experiments.report from what experiments.benchmark measured -->", MARKS[1])
 RESOLVED = 2.0  # standard errors beyond which a paired difference counts as seen
 FID = "frechet_inception_distance"
 BEST = "best"  # the guidance with the lowest mean FID over all settings
@@ -405,6 +406,21 @@ class Group(NamedTuple):
         return f"{self.scale}, settings of {self.paper}" + ("" if self.match == "layer_work" else f", matched by {self.match}")
 
 
+# What the benchmark measures, by the first part of a row's name; the others are the shape and the number of blocks.
+MEASURED = {
+    "state": "blocks x bytes of a block's training state over end to end's",
+    "activations": "the same of activations, without those of embeddings and head",
+    "block_activations": "activations of a block's step over the end-to-end step's",
+    "outside": "share of a step outside forward pass, backward pass and optimizer",
+    "naive_over_ours": "a step of the naive loop over ours",
+    "guidance": "guidance in two forward passes over one",
+    "training": "blocks x a block's step over the end-to-end step",
+    "sampling": "sampling end to end over by blocks, over blocks",
+    "inference": "a prediction by blocks over end to end",
+    "bf16_over_fp32": "a step in float32 over bfloat16",
+    "compiled_over_eager": "an eager step over the compiled one",
+    "compiled_over_fp32_eager": "an eager step in float32 over the compiled one",
+}
 # What the README shows of the report.
 README_TABLES = [(name, Group("digits", "v4", "layer_work")) for name in ("main", "num_blocks")]
 
@@ -593,6 +609,30 @@ def markdown(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 
+def benchmark_tables(rows: list[Row]) -> str:
+    """Returns what the benchmark measured as Markdown, a table for each machine and commit."""
+    text = []
+    for about in dict.fromkeys(tuple(row[name] for name in ("hardware", "threads", "torch", "commit")) for row in rows):
+        own = [row for row in rows if (row["hardware"], row["threads"], row["torch"], row["commit"]) == about]
+        hardware, threads, torch, commit = about
+        load = max(float(row["load"]) for row in own)
+        text.append(f"{hardware}, {threads} threads, torch {torch}, load {load:g} before it began, commit `{commit[:7]}`:\n")
+        blocks = sorted({row["name"].split("/")[2] for row in own})
+        cells: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)
+        bounds: dict[tuple[str, str], dict[str, None]] = defaultdict(dict)
+        for row in own:
+            what, shape, number_of_blocks = row["name"].split("/")
+            missed = " (missed)" if row["passed"] == "no" else ""
+            cells[what, shape][number_of_blocks] = f"{float(row['value']):.3f}{missed}"
+            bounds[what, shape][row["bound"]] = None
+        lines = [
+            [MEASURED[what], shape, *(found.get(b, "") for b in blocks), ", ".join(bounds[what, shape])]
+            for (what, shape), found in cells.items()
+        ]
+        text.append(markdown(["measured", "shape", *(f"{b} blocks" for b in blocks), "bound"], lines))
+    return "\n".join(text)
+
+
 def group_table(table: Table, shown: list[Shown], floor: dict[tuple[str, str], float], paper: dict[str, dict[str, float]]) -> str:
     """Returns a group's table: settings down, the paper's values and ours across, the floor last.
 
@@ -689,10 +729,11 @@ class Report:
         return path
 
     def into_readme(self, text: str) -> str:
-        """Returns a README with the tables and pictures of README_TABLES between its two marks."""
-        before, _, rest = text.partition(MARKS[0])
-        _, _, after = rest.partition(MARKS[1])
-        return f"{before}{MARKS[0]}\n" + "\n".join(self.readme) + f"{MARKS[1]}{after}"
+        """Returns a README with the tables and pictures of README_TABLES, and the benchmark, between their marks."""
+        for (begin, end), drawn in ((MARKS, "\n".join(self.readme)), (COST_MARKS, benchmark_tables(self.series("benchmark")))):
+            before, _, rest = text.partition(begin)
+            text = f"{before}{begin}\n{drawn}{end}{rest.partition(end)[2]}"
+        return text
 
     def table(self, table: Table, rows: list[Row]) -> None:
         """Adds a table with a part for each scale and version."""

@@ -185,7 +185,7 @@ def test_one_block_loads_without_the_others(jobs, tmp_path):
         for path in (tmp_path / "checkpoint" / run["generation"]).glob(f"{name}*"):
             path.unlink()
     model = load_model(tmp_path, blocks=[1])
-    assert list(model.backbones) == [1]
+    assert list(model.modules) == ["block_1"]
     with pytest.raises(SettingError, match="missing or does not have the checksum"):
         load_model(tmp_path)
     with pytest.raises(SettingError, match="not block_7"):
@@ -200,7 +200,7 @@ def test_weights_are_what_they_say(digits, tmp_path):
     for weights in ("ema", "raw"):
         model = load_model(tmp_path, weights=weights)
         assert model.config == config and model.scale == digits.scale
-        for key, value in model.backbones[1].named_parameters():
+        for key, value in model.modules["block_1"].named_parameters():
             assert value.detach().numpy().tobytes() == saved[f"block_1.{weights}.{key}"]
     assert any(saved[key] != saved[key.replace(".ema.", ".raw.")] for key in saved if ".ema." in key)
 

@@ -27,7 +27,7 @@ from classification import Classifier, label_information, label_scores, mean_cos
 from config import SCHEMAS, LatentsConfig, SettingError
 from dblock_modules import LogNormalLevels, edm_weight, equal_shares, make_partition
 from hardware import Hardware
-from model import LearnedTable, bridge, cross_entropy_weight, fixed_table, part_name
+from model import LearnedTable, OneResident, bridge, cross_entropy_weight, fixed_table, part_name
 
 CPU = Hardware(torch.device("cpu"), "fp32", 1)
 
@@ -305,6 +305,21 @@ def test_a_step_moves_its_block_and_what_is_shared(groups):
 # ---------------------------------------------------------------------------------------------------------------------
 # Bad input
 
+
+@pytest.mark.parametrize("share", ["nothing", "ends"])
+def test_one_resident_part_predicts_what_all_do(share):
+    config = make_classifier(model={"share": share})
+    names = sorted({name for block in range(3) for name in classification.trained_parts(config, block)})
+    all_of_them = {name: classification.build_module(config, name).eval() for name in names}
+    for index, module in enumerate(all_of_them.values()):
+        for parameter in module.parameters():
+            parameter.data.copy_(0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index)))
+    cpu, images = Hardware(torch.device("cpu"), "fp32", 1), torch.randn(5, 1, 8, 8)
+    one = OneResident(names, all_of_them.__getitem__)
+    whole, apart = (classification.build_model(config, modules, 1.0, cpu).stages(images) for modules in (all_of_them, one))
+    assert torch.equal(whole, apart) and whole.std() > 0 and len(one.held) == 1
+
+
 REFUSED = [
     ("num_classes", {"data": {"num_classes": 1}}),
     ("patch_size=3 does not divide", {"model": {"patch_size": 3}}),
@@ -333,11 +348,8 @@ REFUSED = [
     ("train.init_from", {"train": {"init_from": "runs/other"}}),
     ("depth=1 must be", {"method": "forward_forward", "model": {"depth": 1}}),
     ("objective=labels", {"objective": {"name": "edm"}}),
-    ("train.offload=true is not there", {"train": {"offload": True}}),
-    ("train.switch_every=2 is not there", {"train": {"switch_every": 2}}),
+    ("train.offload=true leaves one block", {"method": "greedy", "train": {"offload": True}}),
     ("sampler.resident=one is not there", {"sampler": {"resident": "one"}}),
-    ("mode=profile is not there", {"mode": "profile"}),
-    ("mode=plan is not there", {"mode": "plan", "memory": "8GiB"}),
     ("num_blocks", {"partition": {"num_blocks": 4}}),
 ]
 

@@ -96,7 +96,7 @@ def test_one_resident_block_gives_the_same_images(demo):
     one = load_model(run, resident="one")
     images, _ = sampler.sample_images(one, settings)
     assert np.array_equal(images, sampler.sample_images(load_model(run), settings)[0])
-    assert list(one.backbones.held) == [2] and len(one.backbones) == 3
+    assert list(one.modules.held) == ["block_2"] and len(one.modules) == 3
 
 
 def test_two_process_merge_equals_one_process(tmp_path):

@@ -5,9 +5,9 @@ import json
 
 import pytest
 import torch
-from conftest import make_config
+from conftest import make_classifier, make_config
+from test_text import text_config
 
-import generation
 import pipeline
 import profiling
 from config import SettingError
@@ -17,9 +17,17 @@ from model import build_module
 CPU = Hardware(torch.device("cpu"), "fp32", 1)
 
 
-@pytest.fixture(scope="module")
-def counts():
-    return profiling.count(make_config(), generation, CPU)
+# A model of every kind; all can be cut into two blocks but the last.
+CONFIGS = {
+    "dit": make_config,
+    "vit": make_classifier,
+    "vit, shared": lambda **groups: make_classifier(model={"share": "ends"}, objective={"table": "learned"}, **groups),
+    "concat": lambda **groups: text_config("concat", **groups),
+    "inline": lambda **groups: text_config("inline", **groups),
+    "masked": lambda **groups: text_config("masked", **groups),
+    "next_token": lambda **groups: text_config("next_token", **groups),
+}
+kinds = pytest.mark.parametrize("kind", CONFIGS)
 
 
 def test_saved_bytes_of_a_known_graph():
@@ -34,24 +42,50 @@ def test_saved_bytes_of_a_known_graph():
     assert profiling.saved_bytes(loss, [weight]) == 64 + 32
 
 
-@pytest.mark.parametrize("num_blocks", [1, 3])
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_activations_follow_from_the_counts(counts, num_blocks, checkpointing):
-    """What a step keeps is layers times one layer's plus what embeddings and head keep, for every batch: to the byte."""
-    config = profiling.variant(make_config(), num_blocks, activation_checkpointing=checkpointing)
-    job = profiling.make_job(config, generation, CPU)
-    layer = counts.fixed[0] + 8 * counts.activations[0]
-    measured = profiling.activation_bytes(job) + (layer if checkpointing else 0)
-    assert measured == profiling.predicted_activations(counts, 3 // num_blocks, 8, checkpointing)
+@kinds
+def test_counts_predict_what_is_measured(kind):
+    """Bytes kept and operations are those of the layers plus those of embeddings and head, for every batch: exactly."""
+    config = CONFIGS[kind]()
+    size = config.train.batch_size
+    for num_blocks in [b for b in profiling.cuts(config) if b <= 2]:
+        cut = profiling.variant(config, num_blocks)
+        counts, job = profiling.count(cut, CPU), profiling.make_job(cut, CPU)
+        layer = counts.fixed[0] + size * counts.activations[0]
+        for checkpointing in (False, True):
+            job.set_checkpointing(checkpointing)
+            measured = profiling.activation_bytes(job) + (layer if checkpointing else 0)
+            assert measured == profiling.predicted_activations(counts, job.layers, size, checkpointing)
+            assert profiling.operations(job) == profiling.predicted_operations(counts, job.layers, size, checkpointing)
+        assert sum(p.numel() for p in job.parameters) == job.layers * counts.parameters[0] + counts.parameters[1]
+
+
+@kinds
+def test_checkpointing_changes_no_gradient(kind):
+    """To the bit, dropout included; the layers are moved from their start, where they pass their input on."""
+    config = CONFIGS[kind](**({"model": {"dropout": 0.5}} if kind == "vit" else {}))
+    job = profiling.make_job(config, CPU)
+    torch.manual_seed(0)
+    for parameter in job.parameters:
+        torch.nn.init.normal_(parameter, std=0.2)
+    gradients = []
+    for checkpointing in (False, True):
+        job.set_checkpointing(checkpointing)
+        job.loss().backward()
+        gradients.append([parameter.grad for parameter in job.parameters])
+        for parameter in job.parameters:
+            parameter.grad = None
+    for kept, again in zip(*gradients, strict=True):
+        assert (kept is None and again is None) or torch.equal(kept, again)
+    assert sum(bool(gradient.any()) for gradient in gradients[0] if gradient is not None) > 10
 
 
 @pytest.mark.parametrize("num_blocks", [2, 3, 4, 6])
 def test_a_block_keeps_its_share_of_the_activations(num_blocks):
     """At most 1.02/num_blocks of the end-to-end step's, plus what embeddings and head keep."""
     config = make_config(model={"depth": 12, "width": 64, "patch_size": 2})
-    one = profiling.count(config, generation, CPU)
+    one = profiling.count(config, CPU)
     kept = {
-        blocks: profiling.activation_bytes(profiling.make_job(profiling.variant(config, blocks), generation, CPU))
+        blocks: profiling.activation_bytes(profiling.make_job(profiling.variant(config, blocks), CPU))
         for blocks in (1, num_blocks)
     }
     ends = one.fixed[1] + config.train.batch_size * one.activations[1]
@@ -59,10 +93,11 @@ def test_a_block_keeps_its_share_of_the_activations(num_blocks):
 
 
 @pytest.mark.parametrize("block", [0, 1, 2])
-def test_what_a_step_holds_is_what_was_predicted(counts, block):
+def test_what_a_step_holds_is_what_was_predicted(block):
     """Storages while the optimizer works; beyond the prediction is the step count that AdamW keeps of each parameter."""
-    job = profiling.make_job(make_config(), generation, CPU, block)
+    job = profiling.make_job(make_config(), CPU, block)
     held = profiling.held_bytes(job)
+    counts = profiling.count(make_config(), CPU)
     assert job.block == block and held["parameters"] == held["gradients"] == held["ema"]
     assert sum(held.values()) == profiling.predicted_state(counts, 1) + 4 * len(list(job.part.module.parameters()))
 
@@ -82,19 +117,12 @@ def test_parameters_of_the_full_shape(num_blocks, millions):
         module = build_module(config, "block_0")
     found = sum(parameter.numel() for parameter in module.parameters())
     assert found == 24 // num_blocks * layer + embeddings + head == pytest.approx(millions * 1e6, abs=5e3)
-    one = profiling.Counts((layer, embeddings + head), (0, 0), (0, 0), (0, 0), (0, 0), (0, 0))
+    one = profiling.Counts((layer, embeddings + head), *[(0, 0)] * 6)
     assert profiling.predicted_state(one, 24 // num_blocks) == 20 * found  # float32: four bytes of each, gradient, moments, EMA
 
 
-def test_operations_follow_from_the_counts(counts):
-    job = profiling.make_job(profiling.variant(make_config(), 1), generation, CPU)
-    assert profiling.operations(job) == profiling.predicted_operations(counts, 3, 8, False)
-    job.part.module.checkpointing = True
-    assert profiling.operations(job) == profiling.predicted_operations(counts, 3, 8, True)
-
-
 def test_share_outside_is_a_share():
-    job = profiling.make_job(make_config(), generation, CPU)
+    job = profiling.make_job(make_config(), CPU)
     before = torch.Tensor.backward
     assert 0 < profiling.share_outside(job) < 1
     assert torch.Tensor.backward is before and job.part.step == 1
@@ -128,7 +156,7 @@ def test_plan_says_what_fits(tmp_path, capsys):
 
 def test_a_profile_without_room_is_refused(tmp_path, monkeypatch):
     config = make_config(mode="profile", folder=str(tmp_path / "run"), train={"batch_size": 64})
-    one = profiling.count(config, generation, CPU)
+    one = profiling.count(config, CPU)
     room = profiling.predicted_state(one, 3) + profiling.predicted_activations(one, 3, 20, False)
     monkeypatch.setattr(Hardware, "free_memory", lambda self: room)
     with pytest.raises(SettingError, match=r"MiB for 64 samples at once.*on cpu: set train.micro_batch=16"):
@@ -139,17 +167,41 @@ def test_a_profile_without_room_is_refused(tmp_path, monkeypatch):
     assert not (tmp_path / "run").exists()
 
 
-def test_profile_writes_its_tables(tmp_path, capsys, monkeypatch):
+@kinds
+def test_profile_writes_its_tables(tmp_path, capsys, monkeypatch, kind):
     monkeypatch.setattr(profiling, "ROUNDS", 1)
-    pipeline.run(make_config(mode="profile", folder=str(tmp_path)))
+    config = CONFIGS[kind]()
+    config.mode, config.folder = "profile", str(tmp_path)
+    pipeline.run(config)
     rows = json.loads((tmp_path / "profile.json").read_text())["rows"]
-    assert [(row["num_blocks"], row["checkpointing"]) for row in rows] == [(b, c) for b in (1, 2, 3) for c in (False, True)]
+    cuts = profiling.cuts(config)
+    assert [(row["num_blocks"], row["checkpointing"]) for row in rows] == [(b, c) for b in cuts for c in (False, True)]
     for row in rows:
-        assert row["operations"] == row["predicted_operations"]
+        assert row["operations"] == row["predicted_operations"] > 0
         assert profiling.total_bytes(row) == pytest.approx(row["predicted_state_bytes"] + row["activations_bytes"], rel=0.02)
         assert row["activations_bytes"] == row["predicted_activations_bytes"]
         assert row["optimizer_bytes"] == pytest.approx(2 * row["parameters_bytes"], rel=0.02)
+        assert row["sample_seconds"] > 0
     with open(tmp_path / "profile.csv") as file:
         assert len(list(csv.DictReader(file))) == len(rows)
     assert (tmp_path / "profile.png").stat().st_size > 1000
     assert "appendix H" in capsys.readouterr().out
+
+
+@kinds
+def test_plan_of_every_kind(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(profiling, "ROUNDS", 1)
+    config = CONFIGS[kind]()
+    config.mode, config.memory, config.folder = "plan", "1GiB", str(tmp_path)
+    pipeline.run(config)
+    rows = json.loads((tmp_path / "plan.json").read_text())["rows"]
+    assert {row["num_blocks"] for row in rows} == set(profiling.cuts(config)) and all(row["fits"] for row in rows)
+
+
+@pytest.mark.parametrize("mode", ["profile", "plan"])
+def test_what_has_no_equal_layers_is_refused(mode):
+    settings = {"mode": mode, "memory": "1GiB" if mode == "plan" else None}
+    with pytest.raises(SettingError, match=f"mode={mode} counts layers"):
+        make_classifier(network="noprop_cnn", **settings)
+    with pytest.raises(SettingError, match=f"mode={mode} compares end to end with blocks"):
+        make_classifier("greedy", **settings)

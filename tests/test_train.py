@@ -1,6 +1,7 @@
 """The promises of the training loop, each to the bit."""
 
 import dataclasses
+import functools
 import json
 import os
 import shutil
@@ -17,7 +18,8 @@ from checkpoint import read_run
 from config import SettingError, TrainConfig
 from data import BatchSource
 from hardware import Hardware
-from model import build_objective, part_name
+from kinds import build_objective
+from model import part_name
 from train import build_part, ema_decay, learning_rate, train_step, update_counts, update_order
 
 EQUAL = [1 / 3] * 3
@@ -394,17 +396,23 @@ def test_runs_keep_every_step_and_their_order():
     assert np.bincount(unequal).tolist() == [70, 25, 5]
 
 
-def test_offload_holds_one_block_and_changes_no_bit(digits, tmp_path, monkeypatch):
+@pytest.mark.parametrize("kind", ["dit", "vit", "shared"])
+def test_offload_holds_one_block_and_changes_no_bit(digits, tmp_path, monkeypatch, kind):
     """The host stands in for the device: what is moved when, in runs; interrupted and resumed too."""
-    whole = fit(make_config(), digits, tmp_path / "whole")
+    make, also = make_config if kind == "dit" else make_classifier, []
+    if kind == "shared":
+        make, also = functools.partial(make_classifier, model={"share": "ends"}), ["shared"]
+    every = {"train": {"steps": 4, "switch_every": 1 if kind != "shared" else 2}}
+    whole = fit(make(**every), digits, tmp_path / "whole")
     moves = []
     monkeypatch.setattr(training, "make_resident", lambda parts, names, device: moves.append(names))
     settings = {"offload": True, "switch_every": 2, "block_order": "sequential"}
-    assert fit(make_config(train={**settings, "steps": 4}), digits, tmp_path / "offload") != {}
-    assert moves == [["block_0"], ["block_1"], ["block_2"]]
+    assert fit(make(train={**settings, "steps": 4}), digits, tmp_path / "offload") != {}
+    assert moves == [["block_0", *also], ["block_1", *also], ["block_2", *also]]
     moves.clear()
-    assert fit(make_config(train={"offload": True, "switch_every": 2, "sample_every": 6}), digits, tmp_path / "runs") == whole
-    assert len(moves) == 6 and all(len(names) == 1 for names in moves)
+    evaluate = {"sample_every": 6} if kind == "dit" else {"evaluate_every": 6}
+    assert fit(make(train={"steps": 4, "offload": True, "switch_every": 2, **evaluate}), digits, tmp_path / "runs") == whole
+    assert len(moves) == 6 and all(names[1:] == also for names in moves)
 
 
 def test_a_part_moves_as_a_whole(digits, monkeypatch):
@@ -466,8 +474,5 @@ def test_what_the_machine_cannot_do_is_refused(monkeypatch):
     with pytest.raises(SettingError, match="train.compile=true finds no compiler"):
         training.check(make_config(train={"compile": True}), hardware())
     training.check(make_config(train={"activation_checkpointing": True}), hardware())
-    with pytest.raises(SettingError, match="activation_checkpointing=true is not there for model=vit"):
-        training.check(make_classifier(train={"activation_checkpointing": True}), hardware())
-    monkeypatch.setattr(training, "build_module", lambda config, name: torch.nn.Linear(1, 1))
-    with pytest.raises(SettingError, match="activation_checkpointing=true is not there"):
-        training.check(make_config(train={"activation_checkpointing": True}), hardware())
+    with pytest.raises(SettingError, match="activation_checkpointing=true keeps inputs of layers, which model=noprop_cnn has"):
+        training.check(make_classifier(network="noprop_cnn", train={"activation_checkpointing": True}), hardware())

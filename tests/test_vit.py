@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from config import SIZES
-from vit import CPU_MATH_TOKENS, DiT, attention, sincos_positions
+from vit import CPU_MATH_TOKENS, DiT, FinalLayer, Layers, attention, embed_patches, sincos_positions
 
 
 def dit(size: str, **values: int) -> DiT:
@@ -71,6 +71,27 @@ def test_unpatchify_inverts_patches():
     x = torch.arange(2 * 3 * 8 * 8.0).reshape(2, 3, 8, 8)
     patches = x.reshape(2, 3, 4, 2, 4, 2).permute(0, 2, 4, 3, 5, 1).reshape(2, 16, 12)  # (N, T, p p C)
     assert torch.equal(model.unpatchify(patches), x)
+
+
+def test_patches_are_embedded_as_by_a_convolution():
+    model = random_dit()
+    x = torch.randn(4, 3, 8, 8)
+    torch.testing.assert_close(embed_patches(model.patches, x), model.patches(x))
+
+
+def test_folded_head_is_the_final_layer():
+    model = random_dit()
+    x, c = torch.randn(4, 16, 16), torch.randn(4, 1, 16)
+    torch.testing.assert_close(model.head(x, c), FinalLayer.forward(model.head, x, c))
+
+
+def test_embeddings_and_head_stay_in_float32_under_autocast():
+    model = random_dit(depth=1)
+    model.layers = Layers()
+    arguments = torch.randn(4, 3, 8, 8), torch.randn(4), torch.arange(4)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = model(*arguments)
+    assert y.dtype == torch.float32 and torch.equal(y, model(*arguments))
 
 
 def test_unconditional():
