@@ -11,6 +11,7 @@ import ast
 import dataclasses
 import functools
 import inspect
+import math
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -35,6 +36,7 @@ from dblock_modules import (
     UniformLevels,
     make_partition,
     sample_interval,
+    split_costs,
     split_layers,
     widen_linear,
     widen_on_scale,
@@ -119,6 +121,7 @@ class ConvertConfig:
     """How a transformer's layers and levels are cut into blocks; saved with the weights."""
 
     layers_per_block: int | None = None  # at most; the layers are shared out evenly. null: read what was saved with the model
+    layer_costs: list[float] | None = None  # of every layer: as many blocks, but cut so that the costliest costs least
     overlap: float = 0.05  # the share of its width by which a block's training interval is widened at both ends
     overlap_in: str = "timestep"  # the scale of that width: timestep | log_snr
     partition: str = "equi_probability"  # equi_probability | uniform | custom
@@ -375,6 +378,40 @@ class RoutedLayers(nn.ModuleList):
     def __getitem__(self, index: int | slice) -> Any:
         found = self._handed_out()[index]
         return nn.ModuleList(found) if isinstance(index, slice) and self._blocks.running is None else found
+
+
+def measure_layers(transformer: nn.Module, arguments: Mapping[str, Any], block_paths: Sequence[str] | None = None) -> list[float]:
+    """Returns the bytes that each layer keeps for backward in one forward, for `layer_costs`; before convert.
+
+    A storage counts once, for the layer that keeps it first; parameters do not count.
+
+    Args:
+        arguments: of forward, for a batch as in training.
+        block_paths: the lists of layers by name, in order of execution; None: found.
+    """
+    layers = [layer for own in find_lists(transformer, block_paths).values() for layer in own]
+    kept = [0.0] * len(layers)
+    held = {parameter.untyped_storage().data_ptr(): parameter for parameter in transformer.parameters()}
+    running: list[int] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if running and storage.data_ptr() not in held:
+            kept[running[-1]] += storage.nbytes()
+        held.setdefault(storage.data_ptr(), tensor)  # lives on, so that no address stands for two
+        return tensor
+
+    hooks = []
+    for index, layer in enumerate(layers):
+        hooks.append(layer.register_forward_pre_hook(lambda *_, index=index: running.append(index)))
+        hooks.append(layer.register_forward_hook(lambda *_: running.clear()))
+    try:
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            transformer(**arguments)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return kept
 
 
 def clip_routes(routes: Sequence[tuple[int, int]], layers: Sequence[int], depth: int) -> list[tuple[int, int]]:
@@ -752,7 +789,13 @@ def convert(transformer: nn.Module, layers_per_block: int | None = None, *, sche
         config.layers_per_block <= len(cut),
         f"layers_per_block={config.layers_per_block} is more than the {len(cut)} layers that {name} has to share out",
     )
-    counts = split_layers(len(cut), -(-len(cut) // config.layers_per_block))
+    num_blocks = -(-len(cut) // config.layers_per_block)
+    if config.layer_costs is None:
+        counts = split_layers(len(cut), num_blocks)
+    else:
+        given = len(config.layer_costs)
+        require(given == depth, f"layer_costs has {given} numbers, but {name} has {depth} layers")
+        counts = split_costs([config.layer_costs[index] for index in cut], num_blocks)
     ends = np.cumsum([0, *counts]).tolist()
     distribution = level_distribution(config.levels, clock)
     by_hand = None if config.boundaries is None else config.boundaries[::-1]
@@ -791,6 +834,8 @@ def check_options(config: ConvertConfig) -> None:
     layers, overlap, boundaries = config.layers_per_block, config.overlap, config.boundaries
     require(isinstance(layers, int) and layers >= 1, f"layers_per_block={layers} must be a whole number of at least 1")
     require(0 <= overlap <= 0.5, f"overlap={overlap} must lie in [0, 0.5]")
+    costs = config.layer_costs
+    require(costs is None or all(0 < cost < math.inf for cost in costs), f"layer_costs={costs} must be finite and above 0")
     one_of("overlap_in", config.overlap_in, ("timestep", "log_snr"))
     one_of("partition", config.partition, ("equi_probability", "uniform", "custom"))
     one_of("clock", config.clock, (None, *CLOCKS))
