@@ -476,12 +476,32 @@ def test_ddp_needs_no_search_for_unused_parameters() -> None:
         torch.distributed.destroy_process_group()
 
 
+def test_ddp_of_all_weights_takes_a_static_graph() -> None:
+    """The last layer of SD3's block 0 updates a text that nothing reads: those parameters get no gradient, in any step."""
+    model = build("SD3Transformer2DModel")
+    blocks = convert(model, 2)
+    blocks.freeze([0])
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        wrapped = nn.parallel.DistributedDataParallel(model, static_graph=True)
+        for _ in range(3):
+            with blocks.training(0):
+                wrapped(**inputs("SD3Transformer2DModel"))[0].square().mean().backward()
+    finally:
+        torch.distributed.destroy_process_group()
+    unread = {name for name, parameter in model.named_parameters() if parameter.requires_grad and parameter.grad is None}
+    assert unread and all(
+        name.startswith(("transformer_blocks.1.attn.to_add_out", "transformer_blocks.1.ff_context")) for name in unread
+    )
+
+
 def test_accelerate_wraps_a_converted_model() -> None:
     model = flux()
     blocks = convert(model, 3)
     ran = watch(blocks)
-    model = Accelerator(cpu=True, mixed_precision="bf16").prepare(model)
     AcceleratorState._reset_state(reset_partial_state=True)  # other tests choose their own precision
+    model = Accelerator(cpu=True, mixed_precision="bf16").prepare(model)
+    AcceleratorState._reset_state(reset_partial_state=True)
     with torch.no_grad():
         output(model, inputs("FluxTransformer2DModel", 0.2))
     assert ran == [3, 4, 5]
