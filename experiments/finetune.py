@@ -365,23 +365,28 @@ def world_of(accelerator: Accelerator) -> World:
     return World(accelerator.process_index, accelerator.num_processes, dist.group.WORLD, waits)
 
 
-def build_parts(config: FinetuneConfig, owned: Mapping[str, Mapping[str, nn.Parameter]], world: World) -> dict[str, Part]:
-    """Returns the parts that a job trains, each with an optimizer of its own.
+def average_gradients(transformer: nn.Module, world: World) -> None:
+    """Lets the processes average every gradient as soon as it is there.
 
-    Several processes average a gradient as soon as it is there. DDP would have to search for unused parameters: the last layer of
-    a block has some that nothing reads, as those that update the text where only the image is an output.
+    DDP would have to search for unused parameters: the last layer of a block has some that nothing reads, such as those that
+    update the text where only the image is an output.
     """
 
     def average(parameter: Tensor) -> None:
         world.add(parameter.grad).div_(world.size)
 
+    if world.size > 1:
+        for parameter in transformer.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(average)
+
+
+def build_parts(config: FinetuneConfig, owned: Mapping[str, Mapping[str, nn.Parameter]]) -> dict[str, Part]:
+    """Returns the parts that a job trains, each with an optimizer of its own."""
     parts = {}
     for name, parameters in owned.items():
         # A module that holds the parameters alone, whose names may not contain dots.
         module = nn.ParameterDict({key.replace(".", "/"): parameter for key, parameter in parameters.items()})
-        if world.size > 1:
-            for parameter in parameters.values():
-                parameter.register_post_accumulate_grad_hook(average)
         # In the module's order, which ParameterDict sorts: the loop pairs the optimizer's parameters with their averages.
         optimizer = torch.optim.AdamW(module.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay, fused=True)
         parts[name] = Part(module, {key: value.detach().clone() for key, value in module.named_parameters()}, optimizer)
@@ -450,6 +455,7 @@ def run(config: FinetuneConfig) -> Path:
     data = load_data(config, pipe, device)
     pipe.transformer.to(device)
     blocks = make_blocks(config, pipe)
+    average_gradients(blocks.transformer, world)
     thawed = {name for name, parameter in blocks.transformer.named_parameters() if parameter.requires_grad}
     with checkpoint.locked(folder) if world.first else nullcontext():
         train(config, blocks, pipe.scheduler, data, folder, hardware, world)
@@ -471,7 +477,7 @@ def train(
 ) -> None:
     """Trains the job's blocks to their last step, from the checkpoint in `folder` if there is one."""
     owned = blocks_to_train(config, blocks)
-    parts = build_parts(config, blocks.freeze(owned, config.train_shared), world)
+    parts = build_parts(config, blocks.freeze(owned, config.train_shared))
     description = describe(config, blocks, data.fingerprint(), hardware)
     run_file = checkpoint.read_run(folder)
     if run_file is not None:
@@ -656,7 +662,7 @@ def measure_block(
     world: World,
 ) -> str:
     """Returns a line with the peak memory and the step time of training one block."""
-    parts = build_parts(config, blocks.freeze(owned), world)
+    parts = build_parts(config, blocks.freeze(owned))
     objective = FinetuneObjective(blocks, pipe.scheduler, tuple(data.tensors), data.constants, config.seed)
     settings = train_settings(config)
     own = list(parts.values())
