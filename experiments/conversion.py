@@ -1,10 +1,9 @@
 """Two questions about blocks and pretrained models.
 
-    python -m experiments.conversion warm_start --seeds 0 1 scale=digits threads=1 train.steps=250
-    python -m experiments.conversion adapt --seeds 0 1 2 scale=digits threads=1 train.steps=400
-    python -m experiments.conversion warm_start --seeds 0 scale=fashion threads=1 train.steps=250 train.batch_size=64
+    python -m experiments.conversion warm_start --seeds 0 1 scale=digits threads=1 train.steps=300
+    python -m experiments.conversion adapt --seeds 0 1 2 scale=digits threads=1 train.steps=300
 
-WARM_START and ADAPT say what is asked. On one free CPU core the lines above take about 5, 1 and 7 minutes a seed. They go on
+WARM_START and ADAPT say what is asked. On one free CPU core the lines above take 6 minutes a seed and less than one. They go on
 where they stopped, row by row; experiments.report draws the tables from records/studies/.
 """
 
@@ -57,9 +56,10 @@ first."""
 USUAL = ("eval.features=null", "train.sample_every=0", "eval.loss_levels=32")
 SHARE = 0.5  # lambda
 STARTS = ("scratch", "slice", "every", "clone")
-# The number of draws is varied from scratch alone, to keep the study short; times: S.
-CELLS = [(start, draws, 1) for start in STARTS for draws in ("none", "10000")]
-CELLS += [("scratch", "1000", 1), ("scratch", "unlimited", 1), ("scratch", "none", 2)]
+DRAWS = ("none", "1000", "10000", "unlimited")
+# Start, draws and steps as a multiple of S. The number of draws is varied from scratch alone, to keep the study short.
+CELLS = [*((start, "none", 1) for start in STARTS), ("scratch", "none", 2)]
+CELLS += [*((start, "10000", 1) for start in STARTS), ("scratch", "1000", 1), ("scratch", "unlimited", 1)]
 REFERENCES = {"teacher": "end_to_end", "shallow": "shallow"}
 ADAPTED = ((), (0,), (0, 1), (0, 1, 2), (2,))
 
@@ -183,8 +183,12 @@ class Study:
         print({**columns, "heldout_loss": row["heldout_loss"], "cpu_seconds": row["cpu_seconds"]}, flush=True)
 
 
-def warm_start(overrides: list[str], seed: int, path: Path) -> None:
-    """Compares one seed's beginnings of blocks; see WARM_START."""
+def warm_start(overrides: list[str], seed: int, path: Path, draws: Sequence[str] = DRAWS) -> None:
+    """Compares one seed's beginnings of blocks; see WARM_START.
+
+    Args:
+        draws: cells with other numbers of draws are left out.
+    """
     study = Study("warm_start", overrides, path)
     data = generation.load(make_config(overrides, seed))
     caches: dict[str, dict] = defaultdict(dict)  # by number of draws: all starts meet the same ones
@@ -209,10 +213,10 @@ def warm_start(overrides: list[str], seed: int, path: Path) -> None:
     for name, method in REFERENCES.items():
         columns = {"seed": seed, "start": name, "draws": "none", "times": 1}
         study.add(columns, lambda name=name, method=method: (make_config(overrides, seed, method), reference(name), data))
-    for start, draws, times in CELLS:
+    for start, number, times in (cell for cell in CELLS if cell[1] in draws):
         config = make_config(overrides, seed, times=times)
-        columns = {"seed": seed, "start": start, "draws": draws, "times": times}
-        study.add(columns, lambda config=config, start=start, draws=draws: (config, train(config, start, draws), data))
+        columns = {"seed": seed, "start": start, "draws": number, "times": times}
+        study.add(columns, lambda config=config, start=start, number=number: (config, train(config, start, number), data))
 
 
 def only_labels(data: ImageData, labels: Sequence[int]) -> ImageData:
@@ -357,12 +361,16 @@ def main() -> None:
     parser.add_argument("study", choices=tuple(KEYS))
     parser.add_argument("overrides", nargs="*", help="of the runs, such as scale=digits threads=1 train.steps=250")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1])
+    parser.add_argument("--draws", nargs="+", choices=DRAWS, default=DRAWS, help="of warm_start's cells (default: all)")
     parser.add_argument("--records", type=Path, help="default: records/studies/STUDY.csv")
     arguments = parser.parse_intermixed_args()
     path = arguments.records or RECORDS / "studies" / f"{arguments.study}.csv"
     path.parent.mkdir(parents=True, exist_ok=True)
     for seed in arguments.seeds:
-        {"warm_start": warm_start, "adapt": adapt}[arguments.study](arguments.overrides, seed, path)
+        if arguments.study == "warm_start":
+            warm_start(arguments.overrides, seed, path, arguments.draws)
+        else:
+            adapt(arguments.overrides, seed, path)
 
 
 if __name__ == "__main__":

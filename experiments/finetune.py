@@ -316,7 +316,8 @@ class FinetuneObjective:
         for name in LISTED_ARGUMENTS & arguments.keys():
             arguments[name] = list(arguments[name]) if name in self.names else [arguments[name]] * len(x)
         with autocast or nullcontext(), self.blocks.training(draw.block):
-            predicted = transformer(**arguments, return_dict=False)[0]
+            result = transformer(**arguments, return_dict=False)
+        predicted = result if isinstance(result, Tensor) else result[0]  # Kandinsky 5 returns no tuple
         predicted = predicted if isinstance(predicted, Tensor) else torch.stack(predicted)
         predicted = predicted[:, : target.shape[1]] if target.ndim == 4 else predicted  # the rest is a learned variance
         return (predicted.float() - target.float()).square().flatten(1).mean(1)

@@ -33,6 +33,7 @@ from convert import (
     LevelsConfig,
     clip_routes,
     convert,
+    join_rows,
     level_distribution,
     measure_layers,
     read_clock,
@@ -67,27 +68,37 @@ def test_families_table_is_what_the_models_do() -> None:
     assert families.table() == families.DOCUMENT.read_text()
 
 
-# Z-Image takes lists, see below; Kandinsky 5 itself gives a sample something else in another batch.
-APART = sorted(set(families.MODELS) - {"ZImageTransformer2DModel", "Kandinsky5Transformer3DModel"})
+APART = sorted(set(families.MODELS) - {"ZImageTransformer2DModel"})  # that takes lists, see below
 
 
+@pytest.mark.parametrize("batch_size", [2, 3, 8])  # 8: as many as there are tokens of text
 @pytest.mark.parametrize("name", APART)
-def test_split_batches_equal_the_blocks_apart(name: str) -> None:
+def test_split_batches_equal_the_blocks_apart(name: str, batch_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch that mixes blocks gives each sample what it gets in a batch of its own block."""
+    monkeypatch.setattr(families, "BATCH", batch_size)
     model = build(name)
     try:
         blocks = convert(model, 2)
     except SettingError:
         return  # refused, with the reason in the table
     high, low = inputs(name, 0.7), inputs(name, 0.2)
-    mixed = clone(high, timestep=torch.stack([high["timestep"][0], low["timestep"][0]]))
+    even = torch.arange(batch_size) % 2 == 0
+    mixed = clone(high, timestep=torch.where(even, high["timestep"], low["timestep"]))
     with torch.no_grad():
         together = output(model, mixed)
         with blocks.training(0):
             noisy = output(model, mixed)
         with blocks.training(1):
             clean = output(model, mixed)
-    torch.testing.assert_close(together, torch.stack([noisy[0], clean[1]]), atol=1e-5, rtol=1e-4)
+    apart = torch.where(even.reshape(-1, *[1] * (noisy.ndim - 1)), noisy, clean)
+    torch.testing.assert_close(together, apart, atol=1e-5, rtol=1e-4)
+
+
+def test_outputs_that_are_no_samples_cannot_be_joined() -> None:
+    rows = [[0, 2], [1]]
+    assert torch.equal(join_rows([(torch.tensor([0, 2]),), (torch.tensor([1]),)], rows)[0], torch.arange(3))
+    with pytest.raises(SettingError, match="returns 2 rows for 1 samples"):
+        join_rows([torch.tensor([0, 2]), torch.tensor([1, 1])], rows)
 
 
 def test_samples_in_lists_are_split_too() -> None:
@@ -639,10 +650,28 @@ def test_weights_of_the_other_kind_are_refused_unless_forced() -> None:
         ({"overlap": -0.1}, r"overlap=-0.1"),
         ({"layer_per_block": 2}, "layer_per_block is no option"),
         ({"layers_per_block": 0}, "layers_per_block=0"),
-        ({"layers_per_block": 2.9}, "layers_per_block=2.9"),
+        ({"layers_per_block": 2.9}, "layers_per_block: Value '2.9'"),
+        ({"layers_per_block": True}, "layers_per_block: Value 'True'"),
+        ({"overlap": None}, "overlap: Incompatible value 'None'"),
+        ({"overlap": float("nan")}, "overlap=nan"),
+        ({"boundaries": 0.5, "partition": "custom"}, "boundaries: "),
+        ({"boundaries": [0, float("nan"), 1], "partition": "custom"}, "must rise"),
+        ({"boundaries": [0, 500, 1000], "partition": "custom"}, "boundaries: .* levels from 1.0 to 0.0"),
+        ({"block_paths": "transformer_blocks"}, "block_paths: "),
+        ({"block_paths": ["transformer_blocks"] * 2}, "named twice"),
+        ({"always_run": 2}, "always_run: "),
+        ({"always_run": [True]}, r"always_run\[0\]: Value 'True'"),
+        ({"always_run": [0, -4]}, r"always_run=\[0, -4\]"),
+        ({"always_run": [0, 1, 2, 3]}, "more than the 0 layers"),
+        ({"levels": "uniform"}, "levels: "),
+        ({"levels": {"names": "uniform"}}, "levels.names"),
+        ({"levels": LevelsConfig("logit_normal", mean=float("nan"))}, "levels.mean=nan is not finite"),
+        ({"levels": LevelsConfig("logit_normal", std=math.inf)}, "levels.std=inf is not finite"),
+        ({"levels": LevelsConfig("list", values=["a"])}, r"values\[0\]: Value 'a'"),
+        ({"scheduler": "ddpm"}, "scheduler: str is neither"),
         ({"layers_per_block": 5}, "layers_per_block=5"),
         ({"layers_per_block": None}, "layers_per_block must be given"),
-        ({"boundaries": [0, 0.5, 0.5, 1], "partition": "custom"}, r"boundaries=\[0, 0.5, 0.5, 1\] must rise"),
+        ({"boundaries": [0, 0.5, 0.5, 1], "partition": "custom"}, r"boundaries=\[0.0, 0.5, 0.5, 1.0\] must rise"),
         ({"boundaries": [0, 0.5, 0.9], "partition": "custom"}, "boundaries: "),
         ({"boundaries": [0, 0.5, 1]}, "belong to partition=custom"),
         ({"partition": "log_uniform"}, "partition=log_uniform"),
@@ -671,6 +700,12 @@ def test_a_wrong_option_is_named(options: dict[str, Any], message: str) -> None:
         convert(model, **{"layers_per_block": 2, **options})
     assert type(model.transformer_blocks) is nn.ModuleList
     assert "diffusion_blocks" not in model.config
+
+
+@pytest.mark.parametrize("other", [None, "a/name", nn.Linear(2, 2), nn.ModuleList(), FluxTransformer2DModel])
+def test_what_is_no_transformer_is_refused(other: Any) -> None:
+    with pytest.raises(SettingError, match="convert takes a diffusers transformer|is not a diffusers model"):
+        convert(other, 2)
 
 
 def test_a_second_conversion_is_refused() -> None:
@@ -706,6 +741,30 @@ def test_several_levels_in_one_sample_and_two_times_are_refused() -> None:
     convert(model, 2)
     with pytest.raises(SettingError, match="timestep_r"):
         output(model, clone(inputs("HunyuanImageTransformer2DModel"), timestep_r=torch.tensor([100.0, 100.0])))
+    with model._diffusion_blocks.training(0), pytest.raises(SettingError, match="timestep_r"):
+        output(model, clone(inputs("HunyuanImageTransformer2DModel"), timestep_r=torch.tensor([100.0, 100.0])))
+
+
+@pytest.mark.parametrize(
+    ("name", "argument"),
+    [("FluxTransformer2DModel", "controlnet_block_samples"), ("SD3Transformer2DModel", "block_controlnet_hidden_states")],
+)
+def test_what_a_controlnet_adds_to_fixed_layers_is_refused(name: str, argument: str) -> None:
+    model = build(name)
+    convert(model, 2)
+    with pytest.raises(SettingError, match=f"{argument}: a ControlNet"):
+        output(model, clone(inputs(name), **{argument: [torch.zeros(2, 16, 32)]}))
+
+
+def test_layers_to_skip_are_no_samples() -> None:
+    """As many layers to skip as samples, in a batch that mixes blocks."""
+    model = build("SD3Transformer2DModel")
+    convert(model, 2)
+    ran = watch(model._diffusion_blocks)
+    mixed = clone(inputs("SD3Transformer2DModel"), timestep=torch.tensor([700.0, 200.0]), skip_layers=[0, 3])
+    with torch.no_grad():
+        output(model, mixed)
+    assert ran == [1, 2]
 
 
 def test_mixed_batches_are_refused_by_option() -> None:
