@@ -43,7 +43,8 @@ WARM_START = """A slice of a trained model's layers is no denoiser, so it is ope
 is there. Here it is the `teacher`, trained for S steps. Blocks of S steps each begin from `scratch`; each from its own `slice` of
 the teacher's layers; from `every` B-th layer; or as clones of one `shallow` denoiser of a block's depth, trained over all levels
 for B x S steps. Each of these has the layer work of the teacher. So with the teacher's cost counted the blocks are up against
-those from scratch at 2 S steps, and with a teacher that is there anyway against those at S. Draws: the target is
+those from scratch at 2 S steps, and with a teacher that is there anyway against those at S. The control of the clones is the
+shallow denoiser itself, trained twice as long. Draws: the target is
 (1 - lambda) x + lambda D_teacher(z; sigma), lambda = .5, from so many draws per block that were made once, or from new ones in
 every step; `none` is the data alone. All cells of a seed meet the same data and noise."""
 
@@ -210,13 +211,18 @@ def warm_start(overrides: list[str], seed: int, path: Path, draws: Sequence[str]
         source = generation.source(config, data, study.hardware.device)
         return train_blocks(config, objective, source, study.hardware, starts)
 
-    for name, method in REFERENCES.items():
-        columns = {"seed": seed, "start": name, "draws": "none", "times": 1}
-        study.add(columns, lambda name=name, method=method: (make_config(overrides, seed, method), reference(name), data))
+    def add_reference(name: str, times: int) -> None:
+        config = make_config(overrides, seed, REFERENCES[name], times)
+        columns = {"seed": seed, "start": name, "draws": "none", "times": times}
+        study.add(columns, lambda: (config, reference(name) if times == 1 else train(config, "scratch", "none"), data))
+
+    for name in REFERENCES:
+        add_reference(name, 1)
     for start, number, times in (cell for cell in CELLS if cell[1] in draws):
         config = make_config(overrides, seed, times=times)
         columns = {"seed": seed, "start": start, "draws": number, "times": times}
         study.add(columns, lambda config=config, start=start, number=number: (config, train(config, start, number), data))
+    add_reference("shallow", 2)
 
 
 def only_labels(data: ImageData, labels: Sequence[int]) -> ImageData:
@@ -321,17 +327,17 @@ def warm_start_tables(cells: Mapping[tuple[str, ...], Mapping[str, Row]]) -> lis
         "free": "With the teacher free, against scratch at S",
         "counted": "With the teacher's cost counted, against scratch at 2 S",
     }
+    every = "in every seed" if len(free) > 1 else "in the one seed"
+    phrases = {"better": f"better {every}", "level": "not told apart", "worse": f"worse {every}", "open": "not run"}
     verdict = [
         f"{text}: "
-        + "; ".join(
-            f"{word} in every seed: {', '.join(words[question, word])}"
-            if word != "level"
-            else f"not told apart: {', '.join(words[question, word])}"
-            for word in ("better", "level", "worse")
-            if words[question, word]
-        )
+        + "; ".join(f"{phrases[word]}: {', '.join(words[question, word])}" for word in phrases if words[question, word])
         for question, text in told.items()
     ]
+    longer = losses(cells.get(("shallow", "none", "2"), {}))
+    difference, word = compared(losses(cells.get(("clone", "none", "1"), {})), longer)
+    if longer:
+        verdict.append(f"Clones against the shallow denoiser trained twice as long: {phrases[word]}, {difference}")
     return ["\n".join(lines) + "\n", "Verdict. " + ". ".join(verdict) + ".\n"]
 
 
