@@ -626,7 +626,9 @@ class Blocks:
         """
         wanted = list(blocks_to_train)
         require(
-            len(wanted) > 0 and len(set(wanted)) == len(wanted) and set(wanted) <= set(range(self.num_blocks)),
+            len(wanted) > 0
+            and all(type(block) is int and wanted.count(block) == 1 for block in wanted)
+            and set(wanted) <= set(range(self.num_blocks)),
             f"blocks_to_train={wanted} must name blocks of 0..{self.num_blocks - 1}, each once",
         )
         names = [part_name(block) for block in wanted] + [SHARED] * train_shared

@@ -18,8 +18,8 @@ import sys
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,12 +28,14 @@ import hydra
 import numpy as np
 import torch
 import torch.distributed as dist
+import yaml
 from accelerate import Accelerator
 from diffusers import DiffusionPipeline
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from peft import LoraConfig, inject_adapter_in_model
 from PIL import Image
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -41,7 +43,7 @@ from tqdm import tqdm
 import checkpoint
 import hardware as machine
 from checkpoint import Part
-from config import REQUIRED, MergeConfig, SettingError, TrainConfig, at_least, require
+from config import REQUIRED, MergeConfig, SettingError, TrainConfig, at_least, one_of, require
 from convert import SHARED, UNBATCHED_ARGUMENTS, Blocks, ConvertConfig, convert, time_argument
 from data import step_indices
 from dblock_modules import LevelDistribution, Partition
@@ -103,6 +105,8 @@ def validate(config: FinetuneConfig) -> None:
     require(config.learning_rate > 0, f"learning_rate={config.learning_rate} must be above 0")
     require(config.clip_norm is None or config.clip_norm > 0, f"clip_norm={config.clip_norm} must be above 0, or null")
     at_least("weight_decay", config.weight_decay, 0)
+    one_of("precision", config.precision, ("auto", "fp32", "bf16"))
+    require(config.threads is None or config.threads >= 1, f"threads={config.threads} must be at least 1")
     chosen = config.blocks_to_train
     require(chosen == "all" or isinstance(chosen, list), f"blocks_to_train={chosen} is neither all nor a list such as [0,2]")
 
@@ -155,6 +159,15 @@ class EmbeddedData:
         return total.hexdigest()
 
 
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """The context in which a file is read: what cannot be read is a wrong setting that names it."""
+    try:
+        yield
+    except (OSError, ValueError, TypeError, SafetensorError, yaml.YAMLError) as error:
+        raise SettingError(f"{path} cannot be read: {str(error).splitlines()[0]}") from None
+
+
 def read_embeddings(folder: Path, transformer: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Returns the tensors and constants of a folder of embeddings.
 
@@ -162,17 +175,27 @@ def read_embeddings(folder: Path, transformer: nn.Module) -> tuple[dict[str, Ten
         SettingError: names that forward does not have, no clean samples, or numbers of samples that differ.
     """
     arguments = list(inspect.signature(transformer.forward).parameters)
-    parts = [load_file(path) for path in sorted(folder.glob("*.safetensors"))]
+    parts: list[dict[str, Tensor]] = []
+    for path in sorted(folder.glob("*.safetensors")):
+        with readable(path):
+            part = load_file(path)
+        parts.append({name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in part.items()})
+        alike = {name: tensor.shape[1:] for name, tensor in parts[0].items()} == {
+            name: tensor.shape[1:] for name, tensor in part.items()
+        }
+        require(alike, f"{path} holds other tensors than the files before it, or samples of other shapes")
     tensors = {name: torch.cat([part[name] for part in parts]) for name in parts[0] if name not in UNBATCHED_ARGUMENTS}
     constants = {name: tensor for name, tensor in parts[0].items() if name in UNBATCHED_ARGUMENTS}
     path = folder / "arguments.json"
-    constants |= json.loads(path.read_text()) if path.is_file() else {}
+    with readable(path):
+        constants |= dict(json.loads(path.read_text())) if path.is_file() else {}
     unknown = sorted((tensors.keys() | constants.keys()) - set(arguments))
     require(not unknown, f"samples={folder}: {type(transformer).__name__}.forward has no {', '.join(unknown)}")
     sample = arguments[0]
     require(sample in tensors, f"samples={folder} has no {sample}: the clean samples")
     counts = {name: len(tensor) for name, tensor in tensors.items()}
     require(len(set(counts.values())) == 1, f"samples={folder}: the numbers of samples differ: {counts}")
+    require(counts[sample] > 0, f"samples={folder} holds no samples")
     return {sample: tensors.pop(sample), **tensors}, constants
 
 
@@ -184,7 +207,8 @@ def find_images(folder: Path) -> tuple[list[Path], list[str] | None, list[int] |
     """
     listing = folder / "metadata.jsonl"
     if listing.is_file():
-        rows = [json.loads(line) for line in listing.read_text().splitlines() if line.strip()]
+        with readable(listing):
+            rows = [dict(json.loads(line)) for line in listing.read_text().splitlines() if line.strip()]
         missing = [row for row in rows if not {"file_name", "text"} <= row.keys() or not (folder / row["file_name"]).is_file()]
         require(
             len(rows) > 0 and not missing, f"{listing}: each line needs the file_name of an image and its text: {missing[:1]}"
@@ -198,7 +222,7 @@ def find_images(folder: Path) -> tuple[list[Path], list[str] | None, list[int] |
 
 def read_image(path: Path, size: int) -> Tensor:
     """Returns (3, size, size) pixels in [-1, 1] of an image's central square."""
-    with Image.open(path) as image:
+    with readable(path), Image.open(path) as image:
         side = min(image.size)
         left, top = (image.width - side) // 2, (image.height - side) // 2
         square = image.convert("RGB").resize((size, size), Image.Resampling.LANCZOS, (left, top, left + side, top + side))
@@ -336,9 +360,11 @@ def load_pipeline(name: str) -> DiffusionPipeline:
     try:
         components = DiffusionPipeline.load_config(name)
         absent = [key for key, value in components.items() if value == [None, None]]  # as where prompts are embedded elsewhere
-        return DiffusionPipeline.from_pretrained(name, **dict.fromkeys(absent))
+        pipe = DiffusionPipeline.from_pretrained(name, **dict.fromkeys(absent))
     except (OSError, ValueError) as error:
         raise SettingError(f"pipeline={name} is not a diffusers pipeline: {str(error).splitlines()[0]}") from None
+    require(hasattr(pipe, "transformer"), f"pipeline={name} is a {type(pipe).__name__}, which has no transformer")
+    return pipe
 
 
 def make_blocks(config: FinetuneConfig, pipe: DiffusionPipeline) -> Blocks:
@@ -555,7 +581,8 @@ def read_config(folder: Path) -> FinetuneConfig:
     """Returns the configuration of a job's folder."""
     path = folder / "config.yaml"
     require(path.is_file(), f"{path} is missing: is {folder} the folder of a fine-tuning job?")
-    return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(FinetuneConfig), OmegaConf.load(path)))
+    with readable(path):
+        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(FinetuneConfig), OmegaConf.load(path)))
 
 
 def load(folder: str | Path, force: bool = False) -> DiffusionPipeline:

@@ -774,7 +774,7 @@ def test_mixed_batches_are_refused_by_option() -> None:
         output(model, clone(inputs("FluxTransformer2DModel"), timestep=torch.tensor([0.9, 0.1])))
 
 
-@pytest.mark.parametrize("blocks_to_train", [[], [0, 0], [2], [-1]])
+@pytest.mark.parametrize("blocks_to_train", [[], [0, 0], [2], [-1], [True], [0.0], [[0]], ["0"]])
 def test_blocks_to_train_are_checked(blocks_to_train: list[int]) -> None:
     with pytest.raises(SettingError, match="blocks_to_train"):
         convert(flux(), 3).freeze(blocks_to_train)

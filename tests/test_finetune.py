@@ -17,13 +17,20 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from conftest import ROOT
-from diffusers import AutoencoderKL, DDIMScheduler, DiTPipeline, FlowMatchEulerDiscreteScheduler, StableDiffusion3Pipeline
+from diffusers import (
+    AutoencoderKL,
+    DDIMScheduler,
+    DDPMPipeline,
+    DiTPipeline,
+    FlowMatchEulerDiscreteScheduler,
+    StableDiffusion3Pipeline,
+)
 from families import build
 from hydra import compose, initialize_config_dir
 from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
 from PIL import Image
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import checkpoint
@@ -38,6 +45,7 @@ from experiments.finetune import (
     load,
     load_pipeline,
     read_embeddings,
+    read_image,
     run,
 )
 from model import Draw
@@ -400,6 +408,14 @@ def composed(*overrides: str) -> FinetuneConfig:
         ("pipeline=/nowhere", "pipeline=/nowhere is not a diffusers pipeline"),
         ("samples=/nowhere", "samples=/nowhere is not a folder"),
         ("lora_targets=[nothing]", "lora_targets="),
+        ("lora_targets=[]", "lora_targets=[]"),
+        ("learning_rate=nan", "learning_rate=nan"),
+        ("weight_decay=nan", "weight_decay=nan"),
+        ("precision=fp8", "precision=fp8"),
+        ("threads=0", "threads=0"),
+        ("device=tpu", "device=tpu"),
+        ("blocks_to_train=[[0]]", "blocks_to_train=[[0]]"),
+        ("merge.runs=[/nowhere]", "merge.runs: /nowhere holds no checkpoint"),
     ],
 )
 def test_a_wrong_setting_is_one_sentence(sd3: Path, embeddings: Path, tmp_path: Path, override: str, message: str) -> None:
@@ -432,6 +448,48 @@ def test_embeddings_that_do_not_fit_are_named(sd3: Path, tmp_path: Path) -> None
     save_file({"hidden_states": torch.zeros(2, 4, 8, 8), "pooled_projections": torch.zeros(3, 3)}, tmp_path / "a.safetensors")
     with pytest.raises(SettingError, match="numbers of samples differ"):
         read_embeddings(tmp_path, model)
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    model, one = build("SD3Transformer2DModel"), {"hidden_states": torch.zeros(2, 4, 8, 8)}
+    for name, second in (
+        ("names", {"encoder_hidden_states": torch.zeros(2, 3)}),
+        ("shapes", {"hidden_states": torch.zeros(2, 4, 4, 4)}),
+    ):
+        (tmp_path / name).mkdir()
+        save_file(one, tmp_path / name / "a.safetensors")
+        save_file(second, tmp_path / name / "b.safetensors")
+        with pytest.raises(SettingError, match=r"b\.safetensors holds other tensors"):
+            read_embeddings(tmp_path / name, model)
+    save_file({"hidden_states": torch.zeros(0, 4, 8, 8)}, tmp_path / "a.safetensors")
+    with pytest.raises(SettingError, match="holds no samples"):
+        read_embeddings(tmp_path, model)
+    for text in ("{", "[1]"):
+        (tmp_path / "arguments.json").write_text(text)
+        with pytest.raises(SettingError, match=r"arguments\.json cannot be read"):
+            read_embeddings(tmp_path, model)
+    (tmp_path / "a.safetensors").write_bytes(b"no")
+    with pytest.raises(SettingError, match=r"a\.safetensors cannot be read"):
+        read_embeddings(tmp_path, model)
+    (tmp_path / "metadata.jsonl").write_text("[1]")
+    with pytest.raises(SettingError, match=r"metadata\.jsonl cannot be read"):
+        find_images(tmp_path)
+    (tmp_path / "a.png").write_bytes(b"no")
+    with pytest.raises(SettingError, match=r"a\.png cannot be read"):
+        read_image(tmp_path / "a.png", 8)
+
+
+def test_embeddings_in_half_precision_train(sd3: Path, embeddings: Path, tmp_path: Path) -> None:
+    halves = {name: tensor.half() for name, tensor in load_file(next(embeddings.glob("*.safetensors"))).items()}
+    (tmp_path / "half").mkdir()
+    save_file(halves, tmp_path / "half" / "a.safetensors")
+    run(job(sd3, tmp_path / "half", tmp_path / "run", steps=1))
+
+
+def test_a_pipeline_without_a_transformer_is_refused(tmp_path: Path) -> None:
+    DDPMPipeline(build("UNet2DModel"), DDIMScheduler()).save_pretrained(tmp_path)
+    with pytest.raises(SettingError, match="DDPMPipeline, which has no transformer"):
+        load_pipeline(str(tmp_path))
 
 
 def test_captions_are_embedded_by_the_pipeline(sd3: Path, pictures: Path, tmp_path: Path) -> None:
