@@ -62,6 +62,7 @@ DRAWS = ("none", "1000", "10000", "unlimited")
 CELLS = [*((start, "none", 1) for start in STARTS), ("scratch", "none", 2)]
 CELLS += [*((start, "10000", 1) for start in STARTS), ("scratch", "1000", 1), ("scratch", "unlimited", 1)]
 REFERENCES = {"teacher": "end_to_end", "shallow": "shallow"}
+TRANSFERS = 0.1  # of the gain: a block that has no more by itself need not be adapted
 ADAPTED = ((), (0,), (0, 1), (0, 1, 2), (2,))
 
 KEYS = {
@@ -333,12 +334,13 @@ def warm_start_tables(cells: Mapping[tuple[str, ...], Mapping[str, Row]]) -> lis
         f"{text}: "
         + "; ".join(f"{phrases[word]}: {', '.join(words[question, word])}" for word in phrases if words[question, word])
         for question, text in told.items()
+        if any((question, word) in words for word in phrases)
     ]
     longer = losses(cells.get(("shallow", "none", "2"), {}))
     difference, word = compared(losses(cells.get(("clone", "none", "1"), {})), longer)
     if longer:
         verdict.append(f"Clones against the shallow denoiser trained twice as long: {phrases[word]}, {difference}")
-    return ["\n".join(lines) + "\n", "Verdict. " + ". ".join(verdict) + ".\n"]
+    return ["\n".join(lines) + "\n", *(["Verdict. " + ". ".join(verdict) + ".\n"] if verdict else [])]
 
 
 def adapt_tables(cells: Mapping[tuple[str, ...], Mapping[str, Row]]) -> list[str]:
@@ -356,8 +358,12 @@ def adapt_tables(cells: Mapping[tuple[str, ...], Mapping[str, Row]]) -> list[str
     text = ["\n".join(lines) + "\n"]
     if shares:
         parts = ", ".join(f"{adapted}: {share:.0%}" for adapted, share in shares.items() if adapted not in ("none", "0 1 2"))
-        transfer = "transfers" if shares.get("2", 1) <= 0.1 else "does not transfer as it is"
-        text.append(f"Verdict. Of the gain of adapting all blocks, some have: {parts}. The cleanest block {transfer}.\n")
+        own = shares.get("2", 1)
+        transfer = "transfers: no more than" if round(own, 2) <= TRANSFERS else "does not transfer: more than"
+        text.append(
+            f"Verdict. Of the gain of adapting all blocks, some have: {parts}. The cleanest block {transfer} {TRANSFERS:.0%} of the "
+            "gain is its own.\n"
+        )
     return text
 
 
