@@ -361,8 +361,8 @@ def adapt_tables(cells: Mapping[tuple[str, ...], Mapping[str, Row]]) -> list[str
         own = shares.get("2", 1)
         transfer = "transfers: no more than" if round(own, 2) <= TRANSFERS else "does not transfer: more than"
         text.append(
-            f"Verdict. Of the gain of adapting all blocks, some have: {parts}. The cleanest block {transfer} {TRANSFERS:.0%} of the "
-            "gain is its own.\n"
+            f"Verdict. Of the gain of adapting all blocks, some have: {parts}. The cleanest block {transfer} {TRANSFERS:.0%} of "
+            "the gain is its own.\n"
         )
     return text
 

@@ -96,4 +96,4 @@ def test_the_share_of_the_gain_that_some_blocks_have():
     loss = {"none": 1.0, "0": 0.8, "0 1": 0.54, "0 1 2": 0.5, "2": 0.96}
     rows = [row(seed=0, start="classes 0 to 4", adapted=adapted, heldout_loss=value) for adapted, value in loss.items()]
     text = "\n".join(conversion.section({"adapt": rows}))
-    assert "some have: 0: 40%, 0 1: 92%, 2: 8%. The cleanest block transfers: no more than 10% of" in text
+    assert "some have: 0: 40%, 0 1: 92%, 2: 8%. The cleanest block transfers: no more than 10% of the gain" in text
