@@ -298,6 +298,12 @@ def compared(ours: Mapping[str, float], other: Mapping[str, float]) -> tuple[str
     return f"{statistics.mean(found):+.4f}", word
 
 
+def phrase(word: str, seeds: int) -> str:
+    """Returns the word of a comparison with what it rests on."""
+    every = "in every seed" if seeds > 1 else "in the one seed"
+    return {"better": f"better {every}", "worse": f"worse {every}", "level": "not told apart", "open": "not run"}[word]
+
+
 def row_of(names: Sequence[str], cell: Mapping[str, Row], *more: str) -> str:
     """Returns a line of a table: names, seeds, loss, loss by block, and more."""
     blocks = range(len(next(iter(cell.values()))["by_block"].split()))
@@ -328,18 +334,16 @@ def warm_start_tables(cells: Mapping[tuple[str, ...], Mapping[str, Row]]) -> lis
         "free": "With the teacher free, against scratch at S",
         "counted": "With the teacher's cost counted, against scratch at 2 S",
     }
-    every = "in every seed" if len(free) > 1 else "in the one seed"
-    phrases = {"better": f"better {every}", "level": "not told apart", "worse": f"worse {every}", "open": "not run"}
-    verdict = [
-        f"{text}: "
-        + "; ".join(f"{phrases[word]}: {', '.join(words[question, word])}" for word in phrases if words[question, word])
-        for question, text in told.items()
-        if any((question, word) in words for word in phrases)
-    ]
+    verdict = []
+    for (question, text), other in zip(told.items(), (free, counted), strict=True):
+        found = {word: words[question, word] for word in ("better", "level", "worse", "open") if words[question, word]}
+        if found:
+            parts = [f"{phrase(word, len(other))}: {', '.join(names)}" for word, names in found.items()]
+            verdict.append(f"{text}: {'; '.join(parts)}")
     longer = losses(cells.get(("shallow", "none", "2"), {}))
     difference, word = compared(losses(cells.get(("clone", "none", "1"), {})), longer)
     if longer:
-        verdict.append(f"Clones against the shallow denoiser trained twice as long: {phrases[word]}, {difference}")
+        verdict.append(f"Clones against the shallow denoiser trained twice as long: {phrase(word, len(longer))}, {difference}")
     return ["\n".join(lines) + "\n", *(["Verdict. " + ". ".join(verdict) + ".\n"] if verdict else [])]
 
 

@@ -86,7 +86,7 @@ def test_a_verdict_needs_every_seed():
     rows += [row(seed=seed, start="slice", heldout_loss=loss) for seed, loss in enumerate((0.7, 0.7))]
     rows += [row(seed=0, start="shallow", times=2, heldout_loss=0.3)]
     text = "\n".join(conversion.section({"warm_start": rows}))
-    assert "Clones against the shallow denoiser trained twice as long: worse in every seed, +0.1000." in text
+    assert "Clones against the shallow denoiser trained twice as long: worse in the one seed, +0.1000." in text
     assert "against scratch at S: better in every seed: clone/none; worse in every seed: slice/none." in text
     assert "against scratch at 2 S: not told apart: clone/none; worse in every seed: slice/none." in text
     assert "| clone | none | S | 2 | 0.4000 | 1.0000 | 2.0000 | 3.0000 | -0.1500 | +0.0000 |" in text
