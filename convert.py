@@ -11,6 +11,7 @@ import ast
 import dataclasses
 import functools
 import inspect
+import math
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor, nn
 
 from checkpoint import differences
@@ -35,6 +38,7 @@ from dblock_modules import (
     UniformLevels,
     make_partition,
     sample_interval,
+    split_costs,
     split_layers,
     widen_linear,
     widen_on_scale,
@@ -89,10 +93,19 @@ MODEL_CLOCKS = {
 }
 
 TIME_ARGUMENTS = ("timestep", "timesteps", "t")
-# A second time in one forward (consistency over two times, mean flows): no block owns both.
-SECOND_TIME_ARGUMENTS = ("r_timestep", "timestep_r", "timesteps_r", "target_timestep")
-# Arguments whose first dimension is not the batch: positions of tokens.
-UNBATCHED_ARGUMENTS = ("img_ids", "txt_ids", "image_rotary_emb", "rotary_emb")
+# Arguments of forward that no single block can serve, and why: a second time (consistency over two times, mean flows), and what a
+# ControlNet adds to the output of layers that mostly do not run.
+REFUSED_ARGUMENTS = {
+    **dict.fromkeys(
+        ("r_timestep", "timestep_r", "timesteps_r", "target_timestep"), "two times in one forward may belong to two blocks"
+    ),
+    **dict.fromkeys(
+        ("controlnet_block_samples", "controlnet_single_block_samples", "block_controlnet_hidden_states"),
+        "a ControlNet feeds fixed layers, of which a block runs a part",
+    ),
+}
+# Arguments whose first dimension is not the batch: positions of tokens, and layers to skip.
+UNBATCHED_ARGUMENTS = ("img_ids", "txt_ids", "image_rotary_emb", "rotary_emb", "visual_rope_pos", "text_rope_pos", "skip_layers")
 
 
 @dataclass
@@ -119,6 +132,7 @@ class ConvertConfig:
     """How a transformer's layers and levels are cut into blocks; saved with the weights."""
 
     layers_per_block: int | None = None  # at most; the layers are shared out evenly. null: read what was saved with the model
+    layer_costs: list[float] | None = None  # of every layer: as many blocks, but cut so that the costliest costs least
     overlap: float = 0.05  # the share of its width by which a block's training interval is widened at both ends
     overlap_in: str = "timestep"  # the scale of that width: timestep | log_snr
     partition: str = "equi_probability"  # equi_probability | uniform | custom
@@ -199,6 +213,8 @@ def level_distribution(settings: LevelsConfig, clock: Clock) -> LevelDistributio
     for item in dataclasses.fields(settings)[1:]:
         given = getattr(settings, item.name)
         require(given == item.default or item.name in reads, f"levels.{item.name}={given} is not read by levels.name={name}")
+    for key in ("mean", "std", "scale", "alpha", "beta", "shift"):
+        require(math.isfinite(getattr(settings, key)), f"levels.{key}={getattr(settings, key)} is not finite")
     for key in ("std", "alpha", "beta", "shift"):
         require(getattr(settings, key) > 0, f"levels.{key}={getattr(settings, key)} must be above 0")
     require(
@@ -377,6 +393,40 @@ class RoutedLayers(nn.ModuleList):
         return nn.ModuleList(found) if isinstance(index, slice) and self._blocks.running is None else found
 
 
+def measure_layers(transformer: nn.Module, arguments: Mapping[str, Any], block_paths: Sequence[str] | None = None) -> list[float]:
+    """Returns the bytes that each layer keeps for backward in one forward, for `layer_costs`; before convert.
+
+    A storage counts once, for the layer that keeps it first; parameters do not count.
+
+    Args:
+        arguments: of forward, for a batch as in training.
+        block_paths: the lists of layers by name, in order of execution; None: found.
+    """
+    layers = [layer for own in find_lists(transformer, block_paths).values() for layer in own]
+    kept = [0.0] * len(layers)
+    held = {parameter.untyped_storage().data_ptr(): parameter for parameter in transformer.parameters()}
+    running: list[int] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if running and storage.data_ptr() not in held:
+            kept[running[-1]] += storage.nbytes()
+        held.setdefault(storage.data_ptr(), tensor)  # lives on, so that no address stands for two
+        return tensor
+
+    hooks = []
+    for index, layer in enumerate(layers):
+        hooks.append(layer.register_forward_pre_hook(lambda *_, index=index: running.append(index)))
+        hooks.append(layer.register_forward_hook(lambda *_: running.clear()))
+    try:
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            transformer(**arguments)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return kept
+
+
 def clip_routes(routes: Sequence[tuple[int, int]], layers: Sequence[int], depth: int) -> list[tuple[int, int]]:
     """Returns token routes over ranges of layers (TREAD) as far as a block's layers reach.
 
@@ -486,12 +536,12 @@ class Blocks:
 
     def run(self, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """Runs the model's forward with the block that was given, or with those that own its timesteps."""
-        if self.given is not None:
-            return self.run_block(self.given, forward, args, kwargs)
         bound = inspect.signature(forward).bind(*args, **kwargs).arguments
         bound |= bound.pop("kwargs", {})
-        for name in SECOND_TIME_ARGUMENTS:
-            require(bound.get(name) is None, f"{name}: two times in one forward may belong to two blocks")
+        for name, reason in REFUSED_ARGUMENTS.items():
+            require(bound.get(name) is None, f"{name}: {reason}")
+        if self.given is not None:
+            return self.run_block(self.given, forward, args, kwargs)
         name = time_argument(self.transformer)
         require(isinstance(bound.get(name), Tensor), f"{name} must be a tensor, got {type(bound.get(name)).__name__}")
         owners = self.owners(bound[name])
@@ -506,7 +556,7 @@ class Blocks:
             self.run_block(block, forward, (), {key: take_rows(key, value, own, len(owners)) for key, value in bound.items()})
             for block, own in zip(blocks, rows, strict=True)
         ]
-        return join_rows(outputs, [row for own in rows for row in own])
+        return join_rows(outputs, rows)
 
     def run_block(self, block: int, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """Runs the model's forward with one block's layers."""
@@ -576,7 +626,9 @@ class Blocks:
         """
         wanted = list(blocks_to_train)
         require(
-            len(wanted) > 0 and len(set(wanted)) == len(wanted) and set(wanted) <= set(range(self.num_blocks)),
+            len(wanted) > 0
+            and all(type(block) is int and wanted.count(block) == 1 for block in wanted)
+            and set(wanted) <= set(range(self.num_blocks)),
             f"blocks_to_train={wanted} must name blocks of 0..{self.num_blocks - 1}, each once",
         )
         names = [part_name(block) for block in wanted] + [SHARED] * train_shared
@@ -672,19 +724,26 @@ def take_rows(name: str, value: Any, rows: list[int], batch_size: int) -> Any:
     return value
 
 
-def join_rows(outputs: Sequence[Any], rows: list[int]) -> Any:
+def join_rows(outputs: Sequence[Any], rows: Sequence[list[int]]) -> Any:
     """Joins what forward returned for parts of a batch (a tensor, a list of samples, a tuple or a diffusers output of these).
 
     Args:
-        rows: the place in the batch of every sample, in the order of the outputs.
+        rows: of each output, the place in the batch of every sample.
+
+    Raises:
+        SettingError: an output that does not have a row for each sample.
     """
     first = outputs[0]
-    order = sorted(range(len(rows)), key=rows.__getitem__)
-    if isinstance(first, Tensor):
-        return torch.cat(list(outputs))[order]
-    if isinstance(first, list):
+    if isinstance(first, Tensor | list):
+        for output, own in zip(outputs, rows, strict=True):
+            require(
+                len(output) == len(own),
+                f"the model returns {len(output)} rows for {len(own)} samples, so a batch that mixes blocks cannot be joined",
+            )
+        places = [place for own in rows for place in own]
+        order = sorted(range(len(places)), key=places.__getitem__)
         joined = [item for output in outputs for item in output]
-        return [joined[place] for place in order]
+        return torch.cat(list(outputs))[order] if isinstance(first, Tensor) else [joined[place] for place in order]
     if isinstance(first, Mapping):
         return type(first)(**{key: join_rows([output[key] for output in outputs], rows) for key in first})
     return tuple(join_rows(items, rows) for items in zip(*outputs, strict=True))
@@ -715,6 +774,7 @@ def convert(transformer: nn.Module, layers_per_block: int | None = None, *, sche
         SettingError: an option that cannot work, a model that cannot be cut, or a second conversion.
     """
     name = type(transformer).__name__
+    require(isinstance(transformer, nn.Module), f"convert takes a diffusers transformer, not a {name}")
     require("_diffusion_blocks" not in vars(transformer), f"{name} is converted already; undo() its blocks first")
     known = [item.name for item in dataclasses.fields(ConvertConfig)]
     unknown = sorted(set(options) - set(known))
@@ -724,11 +784,10 @@ def convert(transformer: nn.Module, layers_per_block: int | None = None, *, sche
     if layers_per_block is None:
         require(saved is not None, f"layers_per_block must be given: no blocks were saved with this {name}")
         require(not options, f"{', '.join(options)} was given without layers_per_block, as blocks are read from the model")
-        options = dict(saved["options"])
-        options["levels"] = LevelsConfig(**options["levels"])
+        options = saved["options"]
     else:
         options = {"layers_per_block": layers_per_block, **options}
-    config = ConvertConfig(**options)
+    config = read_options(options)
     check_options(config)
     refuse_model(transformer)
     lists = find_lists(transformer, config.block_paths)
@@ -752,7 +811,13 @@ def convert(transformer: nn.Module, layers_per_block: int | None = None, *, sche
         config.layers_per_block <= len(cut),
         f"layers_per_block={config.layers_per_block} is more than the {len(cut)} layers that {name} has to share out",
     )
-    counts = split_layers(len(cut), -(-len(cut) // config.layers_per_block))
+    num_blocks = -(-len(cut) // config.layers_per_block)
+    if config.layer_costs is None:
+        counts = split_layers(len(cut), num_blocks)
+    else:
+        given = len(config.layer_costs)
+        require(given == depth, f"layer_costs has {given} numbers, but {name} has {depth} layers")
+        counts = split_costs([config.layer_costs[index] for index in cut], num_blocks)
     ends = np.cumsum([0, *counts]).tolist()
     distribution = level_distribution(config.levels, clock)
     by_hand = None if config.boundaries is None else config.boundaries[::-1]
@@ -782,6 +847,20 @@ def convert(transformer: nn.Module, layers_per_block: int | None = None, *, sche
     return blocks
 
 
+def read_options(options: Mapping[str, Any]) -> ConvertConfig:
+    """Returns options as a configuration.
+
+    Raises:
+        SettingError: a value of another type, or an unknown key of `levels`.
+    """
+    for key, value in options.items():
+        try:
+            OmegaConf.merge(OmegaConf.structured(ConvertConfig), {key: value})
+        except OmegaConfBaseException as error:
+            raise SettingError(f"{error.full_key or key}: {str(error).splitlines()[0]}") from None
+    return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(ConvertConfig), dict(options)))
+
+
 def check_options(config: ConvertConfig) -> None:
     """Refuses options that cannot work whatever the model.
 
@@ -789,8 +868,10 @@ def check_options(config: ConvertConfig) -> None:
         SettingError: names the option.
     """
     layers, overlap, boundaries = config.layers_per_block, config.overlap, config.boundaries
-    require(isinstance(layers, int) and layers >= 1, f"layers_per_block={layers} must be a whole number of at least 1")
+    require(layers >= 1, f"layers_per_block={layers} must be at least 1")
     require(0 <= overlap <= 0.5, f"overlap={overlap} must lie in [0, 0.5]")
+    costs = config.layer_costs
+    require(costs is None or all(0 < cost < math.inf for cost in costs), f"layer_costs={costs} must be finite and above 0")
     one_of("overlap_in", config.overlap_in, ("timestep", "log_snr"))
     one_of("partition", config.partition, ("equi_probability", "uniform", "custom"))
     one_of("clock", config.clock, (None, *CLOCKS))

@@ -6,6 +6,7 @@ edges decrease: block b covers [edges[b + 1], edges[b]].
 """
 
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -411,6 +412,29 @@ def split_layers(depth: int, num_blocks: int, layers: Sequence[int] | None = Non
     if len(layers) != num_blocks or sum(layers) != depth or min(layers) < 1:
         raise ValueError(f"layers={list(layers)} must list {num_blocks} counts of at least 1 that sum to the depth, {depth}")
     return list(layers)
+
+
+def split_costs(costs: Sequence[float], num_blocks: int) -> list[int]:
+    """Returns how many consecutive layers each block owns, so that the costliest block costs as little as it can.
+
+    Args:
+        costs: of each layer, at least as many as blocks.
+    """
+    sums = [0.0, *itertools.accumulate(costs)]
+
+    @functools.cache
+    def best(end: int, blocks: int) -> tuple[float, float, tuple[int, ...]]:
+        """Returns the largest cost, the sum of squares, which decides between ties, and the counts of the first layers."""
+        if blocks == 1:
+            return sums[end], sums[end] ** 2, (end,)
+        options = []
+        for start in range(blocks - 1, end):
+            largest, squares, counts = best(start, blocks - 1)
+            own = sums[end] - sums[start]
+            options.append((max(largest, own), squares + own**2, (*counts, end - start)))
+        return min(options)
+
+    return list(best(len(costs), num_blocks)[2])
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """Fine-tunes a diffusers transformer block by block: LoRA or all weights, through accelerate.
 
     python -m experiments.finetune pipeline=stabilityai/stable-diffusion-3.5-medium samples=photos blocks.layers_per_block=6
-    python -m experiments.finetune ... blocks_to_train=[0] out=runs/a      one block alone, on another machine for example
-    python -m experiments.finetune ... merge=[runs/a,runs/b] out=runs/all  joins such jobs, to the bit
+    python -m experiments.finetune ... blocks_to_train=[0] folder=runs/a   one block alone, on another machine for example
+    python -m experiments.finetune ... merge.runs=[runs/a,runs/b] folder=runs/all  joins such jobs, to the bit
     accelerate launch -m experiments.finetune ...                          several processes, each a share of every batch
 
 `samples` is a folder: images with captions (metadata.jsonl of file_name and text) or in a folder per label, or embeddings that
@@ -18,8 +18,8 @@ import sys
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,12 +27,15 @@ from typing import Any
 import hydra
 import numpy as np
 import torch
+import torch.distributed as dist
+import yaml
 from accelerate import Accelerator
 from diffusers import DiffusionPipeline
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from peft import LoraConfig, inject_adapter_in_model
 from PIL import Image
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -40,14 +43,15 @@ from tqdm import tqdm
 import checkpoint
 import hardware as machine
 from checkpoint import Part
-from config import REQUIRED, SettingError, TrainConfig, at_least, require
+from config import REQUIRED, MergeConfig, SettingError, TrainConfig, at_least, one_of, require
 from convert import SHARED, UNBATCHED_ARGUMENTS, Blocks, ConvertConfig, convert, time_argument
 from data import step_indices
 from dblock_modules import LevelDistribution, Partition
 from hardware import Hardware
 from model import Batch, Draw, expand, part_name
+from parallel import ALONE, WAIT_LIMIT, World
 from randomness import generator, stream_seed
-from train import Metrics, NonFiniteLoss, stop_signals, train_step, update_order
+from train import Metrics, NonFiniteLoss, Stopped, stop_signals, train_step, update_order
 
 # What a pipeline's encode_prompt returns, as arguments of its transformer's forward.
 PROMPT_OUTPUTS = {
@@ -84,9 +88,9 @@ class FinetuneConfig:
     checkpointing: bool = False  # recompute activations in backward
     precision: str = "auto"  # auto | fp32 | bf16
     checkpoint_every: int = 500  # steps of all blocks together
-    merge: list[str] = field(default_factory=list)  # folders of jobs to join in `out`, instead of training
+    merge: MergeConfig = field(default_factory=MergeConfig)  # with runs: they are joined in `folder`, instead of training
     measure: bool = True  # print peak memory and step time, with blocks and without, at the end
-    out: str = "runs/finetune"
+    folder: str = "runs/finetune"
     seed: int = 0
     device: str = "auto"
     threads: int | None = None
@@ -101,14 +105,16 @@ def validate(config: FinetuneConfig) -> None:
     require(config.learning_rate > 0, f"learning_rate={config.learning_rate} must be above 0")
     require(config.clip_norm is None or config.clip_norm > 0, f"clip_norm={config.clip_norm} must be above 0, or null")
     at_least("weight_decay", config.weight_decay, 0)
+    one_of("precision", config.precision, ("auto", "fp32", "bf16"))
+    require(config.threads is None or config.threads >= 1, f"threads={config.threads} must be at least 1")
     chosen = config.blocks_to_train
     require(chosen == "all" or isinstance(chosen, list), f"blocks_to_train={chosen} is neither all nor a list such as [0,2]")
 
 
-def train_settings(config: FinetuneConfig, processes: int) -> TrainConfig:
+def train_settings(config: FinetuneConfig) -> TrainConfig:
     """Returns the training loop's settings; its EMA follows the weights at once, so both are the same."""
     return TrainConfig(
-        batch_size=config.batch_size // processes,
+        batch_size=config.batch_size,
         micro_batch=config.micro_batch,
         learning_rate=config.learning_rate,
         weight_decay=config.weight_decay,
@@ -128,21 +134,17 @@ class EmbeddedData:
     Attributes:
         tensors: (N, ...) per argument, the clean sample first.
         constants: arguments that do not vary.
-        rank, processes: this process takes the rank-th of `processes` equal shares of every batch.
     """
 
     tensors: dict[str, Tensor]
     constants: dict[str, Any]
     device: torch.device
     seed: int
-    rank: int = 0
-    processes: int = 1
 
     def batch(self, block: int, step: int, batch_size: int, rows: slice = slice(None)) -> tuple[Tensor, ...]:
-        """Returns the rows of this process's share of a step's batch."""
-        draw = whole_draw(Draw(block, step, batch_size, rows), self.rank, self.processes)
+        """Returns some rows of a step's batch."""
         count = len(next(iter(self.tensors.values())))
-        indices = torch.from_numpy(step_indices(self.seed, block, step, draw.batch_size, count)[draw.rows])
+        indices = torch.from_numpy(step_indices(self.seed, block, step, batch_size, count)[rows])
         return tuple(tensor[indices].to(self.device) for tensor in self.tensors.values())
 
     def prefetch(self, block: int, step: int, batch_size: int) -> None:
@@ -157,11 +159,13 @@ class EmbeddedData:
         return total.hexdigest()
 
 
-def whole_draw(draw: Draw, rank: int, processes: int) -> Draw:
-    """Returns the draw of the whole batch that a process's share is a part of, so that processes see one batch."""
-    size = draw.batch_size
-    first, last, _ = draw.rows.indices(size)
-    return Draw(draw.block, draw.step, size * processes, slice(rank * size + first, rank * size + last))
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """The context in which a file is read: what cannot be read is a wrong setting that names it."""
+    try:
+        yield
+    except (OSError, ValueError, TypeError, SafetensorError, yaml.YAMLError) as error:
+        raise SettingError(f"{path} cannot be read: {str(error).splitlines()[0]}") from None
 
 
 def read_embeddings(folder: Path, transformer: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -171,17 +175,27 @@ def read_embeddings(folder: Path, transformer: nn.Module) -> tuple[dict[str, Ten
         SettingError: names that forward does not have, no clean samples, or numbers of samples that differ.
     """
     arguments = list(inspect.signature(transformer.forward).parameters)
-    parts = [load_file(path) for path in sorted(folder.glob("*.safetensors"))]
+    parts: list[dict[str, Tensor]] = []
+    for path in sorted(folder.glob("*.safetensors")):
+        with readable(path):
+            part = load_file(path)
+        parts.append({name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in part.items()})
+        alike = {name: tensor.shape[1:] for name, tensor in parts[0].items()} == {
+            name: tensor.shape[1:] for name, tensor in part.items()
+        }
+        require(alike, f"{path} holds other tensors than the files before it, or samples of other shapes")
     tensors = {name: torch.cat([part[name] for part in parts]) for name in parts[0] if name not in UNBATCHED_ARGUMENTS}
     constants = {name: tensor for name, tensor in parts[0].items() if name in UNBATCHED_ARGUMENTS}
     path = folder / "arguments.json"
-    constants |= json.loads(path.read_text()) if path.is_file() else {}
+    with readable(path):
+        constants |= dict(json.loads(path.read_text())) if path.is_file() else {}
     unknown = sorted((tensors.keys() | constants.keys()) - set(arguments))
     require(not unknown, f"samples={folder}: {type(transformer).__name__}.forward has no {', '.join(unknown)}")
     sample = arguments[0]
     require(sample in tensors, f"samples={folder} has no {sample}: the clean samples")
     counts = {name: len(tensor) for name, tensor in tensors.items()}
     require(len(set(counts.values())) == 1, f"samples={folder}: the numbers of samples differ: {counts}")
+    require(counts[sample] > 0, f"samples={folder} holds no samples")
     return {sample: tensors.pop(sample), **tensors}, constants
 
 
@@ -193,7 +207,8 @@ def find_images(folder: Path) -> tuple[list[Path], list[str] | None, list[int] |
     """
     listing = folder / "metadata.jsonl"
     if listing.is_file():
-        rows = [json.loads(line) for line in listing.read_text().splitlines() if line.strip()]
+        with readable(listing):
+            rows = [dict(json.loads(line)) for line in listing.read_text().splitlines() if line.strip()]
         missing = [row for row in rows if not {"file_name", "text"} <= row.keys() or not (folder / row["file_name"]).is_file()]
         require(
             len(rows) > 0 and not missing, f"{listing}: each line needs the file_name of an image and its text: {missing[:1]}"
@@ -207,7 +222,7 @@ def find_images(folder: Path) -> tuple[list[Path], list[str] | None, list[int] |
 
 def read_image(path: Path, size: int) -> Tensor:
     """Returns (3, size, size) pixels in [-1, 1] of an image's central square."""
-    with Image.open(path) as image:
+    with readable(path), Image.open(path) as image:
         side = min(image.size)
         left, top = (image.width - side) // 2, (image.height - side) // 2
         square = image.convert("RGB").resize((size, size), Image.Resampling.LANCZOS, (left, top, left + side, top + side))
@@ -256,7 +271,7 @@ def encode_images(pipe: DiffusionPipeline, folder: Path, size: int, batch_size: 
     return {name: torch.cat(parts) for name, parts in columns.items()}, constants
 
 
-def load_data(config: FinetuneConfig, pipe: DiffusionPipeline, accelerator: Accelerator, device: torch.device) -> EmbeddedData:
+def load_data(config: FinetuneConfig, pipe: DiffusionPipeline, device: torch.device) -> EmbeddedData:
     """Returns the training samples, embedded now where they are images."""
     folder = Path(config.samples)
     require(folder.is_dir(), f"samples={folder} is not a folder")
@@ -266,7 +281,7 @@ def load_data(config: FinetuneConfig, pipe: DiffusionPipeline, accelerator: Acce
         tensors, constants = encode_images(pipe.to(device), folder, config.image_size, config.batch_size)
         pipe.to("cpu")  # the encoders have done their work
     constants = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in constants.items()}
-    return EmbeddedData(tensors, constants, device, config.seed, accelerator.process_index, accelerator.num_processes)
+    return EmbeddedData(tensors, constants, device, config.seed)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -283,7 +298,6 @@ class FinetuneObjective:
     Attributes:
         names: the arguments of forward that a batch holds, in its order; the clean sample is the first.
         constants: arguments that do not vary.
-        rank, processes: this process takes the rank-th of `processes` equal shares of every batch.
     """
 
     blocks: Blocks
@@ -291,8 +305,6 @@ class FinetuneObjective:
     names: tuple[str, ...]
     constants: Mapping[str, Any]
     seed: int
-    rank: int = 0
-    processes: int = 1
 
     @property
     def distribution(self) -> LevelDistribution:
@@ -317,7 +329,6 @@ class FinetuneObjective:
 
     def training_loss(self, modules: Mapping[str, nn.Module], batch: Batch, draw: Draw, autocast: Any) -> Tensor:
         """Returns the loss per sample, (n,) float32, of the block that is drawn; modules are those that the step trains."""
-        draw = whole_draw(draw, self.rank, self.processes)
         x, key = batch[0], (self.seed, draw.block, draw.step)
         uniform = torch.rand(draw.batch_size, dtype=torch.float64, generator=generator(key[0], "sigma", *key[1:]))
         noise = torch.randn((draw.batch_size, *x.shape[1:]), generator=generator(key[0], "noise", *key[1:]))[draw.rows].to(x)
@@ -329,7 +340,8 @@ class FinetuneObjective:
         for name in LISTED_ARGUMENTS & arguments.keys():
             arguments[name] = list(arguments[name]) if name in self.names else [arguments[name]] * len(x)
         with autocast or nullcontext(), self.blocks.training(draw.block):
-            predicted = transformer(**arguments, return_dict=False)[0]
+            result = transformer(**arguments, return_dict=False)
+        predicted = result if isinstance(result, Tensor) else result[0]  # Kandinsky 5 returns no tuple
         predicted = predicted if isinstance(predicted, Tensor) else torch.stack(predicted)
         predicted = predicted[:, : target.shape[1]] if target.ndim == 4 else predicted  # the rest is a learned variance
         return (predicted.float() - target.float()).square().flatten(1).mean(1)
@@ -348,9 +360,11 @@ def load_pipeline(name: str) -> DiffusionPipeline:
     try:
         components = DiffusionPipeline.load_config(name)
         absent = [key for key, value in components.items() if value == [None, None]]  # as where prompts are embedded elsewhere
-        return DiffusionPipeline.from_pretrained(name, **dict.fromkeys(absent))
+        pipe = DiffusionPipeline.from_pretrained(name, **dict.fromkeys(absent))
     except (OSError, ValueError) as error:
         raise SettingError(f"pipeline={name} is not a diffusers pipeline: {str(error).splitlines()[0]}") from None
+    require(hasattr(pipe, "transformer"), f"pipeline={name} is a {type(pipe).__name__}, which has no transformer")
+    return pipe
 
 
 def make_blocks(config: FinetuneConfig, pipe: DiffusionPipeline) -> Blocks:
@@ -370,25 +384,36 @@ def make_blocks(config: FinetuneConfig, pipe: DiffusionPipeline) -> Blocks:
     return blocks
 
 
-def build_parts(
-    config: FinetuneConfig, owned: Mapping[str, Mapping[str, nn.Parameter]], accelerator: Accelerator
-) -> dict[str, Part]:
-    """Returns the parts that a job trains, each with an optimizer of its own.
+def world_of(accelerator: Accelerator) -> World:
+    """Returns the processes that were launched, as the training loop knows them."""
+    if accelerator.num_processes == 1:
+        return ALONE
+    waits = dist.new_group(timeout=WAIT_LIMIT, backend="gloo")
+    return World(accelerator.process_index, accelerator.num_processes, dist.group.WORLD, waits)
 
-    Several processes average a gradient as soon as it is there. A block's parameters all get one in each of its steps, so nothing
-    has to search for unused ones.
+
+def average_gradients(transformer: nn.Module, world: World) -> None:
+    """Lets the processes average every gradient as soon as it is there.
+
+    DDP would have to search for unused parameters: the last layer of a block has some that nothing reads, such as those that
+    update the text where only the image is an output.
     """
 
     def average(parameter: Tensor) -> None:
-        parameter.grad = accelerator.reduce(parameter.grad, "mean")
+        world.add(parameter.grad).div_(world.size)
 
+    if world.size > 1:
+        for parameter in transformer.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(average)
+
+
+def build_parts(config: FinetuneConfig, owned: Mapping[str, Mapping[str, nn.Parameter]]) -> dict[str, Part]:
+    """Returns the parts that a job trains, each with an optimizer of its own."""
     parts = {}
     for name, parameters in owned.items():
         # A module that holds the parameters alone, whose names may not contain dots.
         module = nn.ParameterDict({key.replace(".", "/"): parameter for key, parameter in parameters.items()})
-        if accelerator.num_processes > 1:
-            for parameter in parameters.values():
-                parameter.register_post_accumulate_grad_hook(average)
         # In the module's order, which ParameterDict sorts: the loop pairs the optimizer's parameters with their averages.
         optimizer = torch.optim.AdamW(module.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay, fused=True)
         parts[name] = Part(module, {key: value.detach().clone() for key, value in module.named_parameters()}, optimizer)
@@ -402,7 +427,7 @@ def describe(config: FinetuneConfig, blocks: Blocks, fingerprint: str, hardware:
     """
     versions = machine.environment()
     skipped = ("pipeline", "samples", "blocks", "blocks_to_train", "train_shared", "steps", "seed")
-    skipped += ("checkpoint_every", "merge", "measure", "out", "device", "threads")
+    skipped += ("checkpoint_every", "merge", "measure", "folder", "device", "threads")
     train = {key: value for key, value in dataclasses.asdict(config).items() if key not in skipped}
     return {
         "identity": {
@@ -440,8 +465,8 @@ def run(config: FinetuneConfig) -> Path:
         NonFiniteLoss: a loss that is not finite.
     """
     validate(config)
-    folder = Path(config.out)
-    if config.merge:
+    folder = Path(config.folder)
+    if config.merge.runs:
         merge(config, folder)
         return folder
     hardware = machine.set_up(config.device, config.precision, config.threads)
@@ -453,15 +478,17 @@ def run(config: FinetuneConfig) -> Path:
     device = accelerator.device if config.device == "auto" else hardware.device
     hardware = dataclasses.replace(hardware, device=device)
     pipe = load_pipeline(config.pipeline)
-    data = load_data(config, pipe, accelerator, device)
+    world = world_of(accelerator)
+    data = load_data(config, pipe, device)
     pipe.transformer.to(device)
     blocks = make_blocks(config, pipe)
+    average_gradients(blocks.transformer, world)
     thawed = {name for name, parameter in blocks.transformer.named_parameters() if parameter.requires_grad}
-    with checkpoint.locked(folder) if accelerator.is_main_process else nullcontext():
-        train(config, blocks, pipe.scheduler, data, folder, hardware, accelerator)
+    with checkpoint.locked(folder) if world.first else nullcontext():
+        train(config, blocks, pipe.scheduler, data, folder, hardware, world)
     if config.measure:
-        lines = measure(config, blocks, pipe, data, thawed, hardware, accelerator)
-        for line in lines if accelerator.is_main_process else ():
+        lines = measure(config, blocks, pipe, data, thawed, hardware, world)
+        for line in lines if world.first else ():
             print(line)
     return folder
 
@@ -473,11 +500,11 @@ def train(
     data: EmbeddedData,
     folder: Path,
     hardware: Hardware,
-    accelerator: Accelerator,
+    world: World,
 ) -> None:
     """Trains the job's blocks to their last step, from the checkpoint in `folder` if there is one."""
     owned = blocks_to_train(config, blocks)
-    parts = build_parts(config, blocks.freeze(owned, config.train_shared), accelerator)
+    parts = build_parts(config, blocks.freeze(owned, config.train_shared))
     description = describe(config, blocks, data.fingerprint(), hardware)
     run_file = checkpoint.read_run(folder)
     if run_file is not None:
@@ -489,19 +516,19 @@ def train(
         )
         for name, part in parts.items():
             checkpoint.restore(folder, run_file, name, part)
-    objective = FinetuneObjective(blocks, scheduler, tuple(data.tensors), data.constants, config.seed, data.rank, data.processes)
-    settings = train_settings(config, data.processes)
+    objective = FinetuneObjective(blocks, scheduler, tuple(data.tensors), data.constants, config.seed)
+    settings = train_settings(config)
     modules = {name: part.module for name, part in parts.items()}
-    main = accelerator.is_main_process
-    if main:
-        (folder / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config))))
-        metrics = Metrics(folder / "metrics.jsonl", {block: parts[part_name(block)].step for block in owned}, lambda row: None)
+    if world.first:
+        write_config(config, folder)
+    made = {block: parts[part_name(block)].step for block in owned}
+    metrics = Metrics(folder / "metrics.jsonl", made, lambda row: None, keep=world.first)
 
     def save() -> None:
-        if main:
-            for block in owned:
-                metrics.write(block, parts[part_name(block)].step)
-            checkpoint.save(folder, parts, description)
+        for block in owned:
+            metrics.write(block, parts[part_name(block)].step)
+        checkpoint.save(folder, parts, description, world.first)
+        world.wait()
 
     shares = [1.0] * blocks.num_blocks
     order = update_order(config.seed, "shuffled", shares, config.steps * blocks.num_blocks).tolist()
@@ -510,16 +537,15 @@ def train(
         made = parts[part_name(block)].step
         todo += [index for index, other in enumerate(order) if other == block][made:]
     todo = [order[index] for index in sorted(todo)]
-    with stop_signals() as stop, tqdm(todo, unit="step", disable=not main) as bar:
+    with stop_signals() as stop, tqdm(todo, unit="step", disable=not world.first) as bar:
         for count, block in enumerate(bar, 1):
             own = [parts[part_name(block)]] + ([parts[SHARED]] if SHARED in parts else [])
-            loss = train_step(settings, objective, data, modules, own, block, config.steps, hardware)
-            if main:
-                metrics.add(block, loss)
-            if stop or count % config.checkpoint_every == 0:
+            metrics.add(block, train_step(settings, objective, data, modules, own, block, config.steps, hardware, world))
+            stopped = world.agree(stop[0] if stop else 0)
+            if stopped or count % config.checkpoint_every == 0:
                 save()
-            if stop:
-                raise SystemExit(128 + stop[0])
+            if stopped:
+                raise Stopped(128 + stopped)
     save()
 
 
@@ -529,28 +555,34 @@ def merge(config: FinetuneConfig, folder: Path) -> None:
     Raises:
         SettingError: a block that is missing or there twice, the shared part twice, or jobs that do not belong together.
     """
-    folders = [Path(path) for path in config.merge]
+    folders = [Path(path) for path in config.merge.runs]
     first = checkpoint.read_run(folders[0])
-    require(first is not None, f"merge: {folders[0]} holds no checkpoint")
+    require(first is not None, f"merge.runs: {folders[0]} holds no checkpoint")
     identity = {**first["identity"], "train": {**first["identity"]["train"], "blocks": "all"}}
     steps = {part_name(block): identity["train"]["steps"] for block in range(len(identity["blocks"]["layers"]))}
     for run_file in map(checkpoint.read_run, folders):
         if run_file is not None and SHARED in run_file["parts"]:
             steps[SHARED] = run_file["parts"][SHARED]["step"]  # a step of each block that its job trained
-    owners = checkpoint.check_merge(folders, folder, identity, steps, force=False)
+    owners = checkpoint.check_merge(folders, folder, identity, steps, config.merge.force, config.merge.replace)
     with checkpoint.locked(folder):
-        checkpoint.merge(owners, folder, identity)
         merged = dataclasses.replace(
-            read_config(folders[0]), blocks_to_train="all", train_shared=SHARED in owners, out=str(folder)
+            read_config(folders[0]), blocks_to_train="all", train_shared=SHARED in owners, folder=str(folder)
         )
-        (folder / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(merged))))
+        write_config(merged, folder)
+        checkpoint.merge(owners, folder, identity)
+
+
+def write_config(config: FinetuneConfig, folder: Path) -> None:
+    """Writes the configuration of a job into its folder."""
+    checkpoint.write_atomically(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config))))
 
 
 def read_config(folder: Path) -> FinetuneConfig:
     """Returns the configuration of a job's folder."""
     path = folder / "config.yaml"
     require(path.is_file(), f"{path} is missing: is {folder} the folder of a fine-tuning job?")
-    return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(FinetuneConfig), OmegaConf.load(path)))
+    with readable(path):
+        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(FinetuneConfig), OmegaConf.load(path)))
 
 
 def load(folder: str | Path, force: bool = False) -> DiffusionPipeline:
@@ -629,20 +661,20 @@ def measure(
     data: EmbeddedData,
     thawed: Iterable[str],
     hardware: Hardware,
-    accelerator: Accelerator,
+    world: World,
 ) -> list[str]:
     """Returns lines with peak memory and step time of the job's first block and of the whole depth, trained in the same way.
 
     The weights move a few steps on: the job's own are in its checkpoint by now.
     """
-    lines = [measure_block("with blocks", config, blocks, pipe, data, blocks_to_train(config, blocks)[:1], hardware, accelerator)]
+    lines = [measure_block("with blocks", config, blocks, pipe, data, blocks_to_train(config, blocks)[:1], hardware, world)]
     transformer = blocks.undo(force=True)
     for name, parameter in transformer.named_parameters():
         parameter.requires_grad_(name in thawed)
     whole = convert(
         transformer, blocks.depth, scheduler=pipe.scheduler, clock=blocks.config.clock, block_paths=list(blocks.lists)
     )
-    lines.append(measure_block("without blocks", config, whole, pipe, data, [0], hardware, accelerator))
+    lines.append(measure_block("without blocks", config, whole, pipe, data, [0], hardware, world))
     whole.undo(force=True)
     return lines
 
@@ -655,14 +687,12 @@ def measure_block(
     data: EmbeddedData,
     owned: list[int],
     hardware: Hardware,
-    accelerator: Accelerator,
+    world: World,
 ) -> str:
     """Returns a line with the peak memory and the step time of training one block."""
-    parts = build_parts(config, blocks.freeze(owned), accelerator)
-    objective = FinetuneObjective(
-        blocks, pipe.scheduler, tuple(data.tensors), data.constants, config.seed, data.rank, data.processes
-    )
-    settings = train_settings(config, data.processes)
+    parts = build_parts(config, blocks.freeze(owned))
+    objective = FinetuneObjective(blocks, pipe.scheduler, tuple(data.tensors), data.constants, config.seed)
+    settings = train_settings(config)
     own = list(parts.values())
     on_gpu = hardware.device.type == "cuda"
     if on_gpu:
@@ -673,7 +703,7 @@ def measure_block(
         for _ in range(MEASURED_STEPS):
             started = time.perf_counter()
             with nullcontext() if on_gpu else kept.count():  # the GPU's own count has everything in it
-                train_step(settings, objective, data, {}, own, owned[0], config.steps, hardware)
+                train_step(settings, objective, data, {}, own, owned[0], config.steps, hardware, world)
             if on_gpu:
                 torch.cuda.synchronize(hardware.device)
             seconds.append(time.perf_counter() - started)

@@ -22,7 +22,7 @@ import numpy as np
 from PIL import Image
 
 import plots
-from experiments import edges
+from experiments import conversion, edges
 from experiments.collect import FLOOR, RECORDS, image_name, read_rows
 
 ROOT = Path(__file__).resolve().parent
@@ -724,6 +724,7 @@ class Report:
             if rows:
                 self.table(table, rows)
         self.text += edges.section(self.series("edges"))
+        self.text += conversion.section({study: self.series(f"studies/{study}") for study in conversion.KEYS})
         path = self.out / "REPORT.md"
         path.write_text("\n".join(self.text))
         return path

@@ -433,7 +433,11 @@ def inputs(name: str, level: float = 0.7) -> dict[str, Any]:
     sizes |= {"crop_coords": torch.zeros(BATCH, 2)}
     rotary = get_2d_rotary_pos_embed(16, ((0, 0), (4, 4)), (4, 4), output_type="pt")
     calls: dict[str, dict[str, Any]] = {
-        "DiTTransformer2DModel": {"hidden_states": image, "timestep": timestep.long(), "class_labels": torch.tensor([1, 2])},
+        "DiTTransformer2DModel": {
+            "hidden_states": image,
+            "timestep": timestep.long(),
+            "class_labels": 1 + torch.arange(BATCH) % 2,
+        },
         "PixArtTransformer2DModel": {**plain, "added_cond_kwargs": {"resolution": None, "aspect_ratio": None}},
         "SD3Transformer2DModel": {**plain, "pooled_projections": torch.randn(BATCH, 12)},
         "FluxTransformer2DModel": {**flux, "pooled_projections": torch.randn(BATCH, 12)},
@@ -529,8 +533,8 @@ def build(name: str, seed: int = 0, **changes: Any) -> nn.Module:
 
 def output(model: nn.Module, arguments: dict[str, Any]) -> Tensor:
     """Returns a forward's samples as one tensor."""
-    sample = model(**arguments, return_dict=False)[0]
-    return torch.stack(list(sample))
+    result = model(**arguments, return_dict=False)
+    return torch.stack(list(result if isinstance(result, Tensor) else result[0]))  # Kandinsky 5 returns no tuple
 
 
 def watch(blocks: Blocks) -> list[int]:

@@ -1,5 +1,6 @@
 """The mathematics against the tables of closed-form values (computed independently, to the digits given)."""
 
+import itertools
 import math
 
 import numpy as np
@@ -230,6 +231,23 @@ def test_listed_layers():
             dblock.split_layers(12, 3, wrong)
     with pytest.raises(ValueError, match="num_blocks=13"):
         dblock.split_layers(12, 13)
+
+
+@pytest.mark.parametrize("B", [1, 2, 3, 4])
+def test_a_split_by_cost_has_the_cheapest_costliest_block_of_all_splits(B):
+    random = np.random.default_rng(B)
+    for depth in range(B, 9):
+        costs = random.random(depth)
+
+        def costliest(counts, costs=costs):
+            return max(part.sum() for part in np.split(costs, np.cumsum(counts)[:-1]))
+
+        cuts = itertools.combinations(range(1, depth), B - 1)
+        everything = [np.diff([0, *inner, depth]) for inner in cuts]
+        found = dblock.split_costs(costs.tolist(), B)
+        assert sum(found) == depth and len(found) == B
+        assert costliest(found) == pytest.approx(min(map(costliest, everything)))
+    assert sorted(dblock.split_costs([1.0] * 7, 3)) == [2, 2, 3]
 
 
 def test_bad_partitions():

@@ -1,9 +1,12 @@
 """Fine-tuning in blocks: jobs apart equal a job together, resume, merge, several processes, from files to an image."""
 
 import dataclasses
+import itertools
 import json
+import math
 import multiprocessing
 import os
+import signal
 import socket
 from pathlib import Path
 from typing import Any
@@ -14,20 +17,27 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from conftest import ROOT
-from diffusers import AutoencoderKL, DDIMScheduler, DiTPipeline, FlowMatchEulerDiscreteScheduler, StableDiffusion3Pipeline
+from diffusers import (
+    AutoencoderKL,
+    DDIMScheduler,
+    DDPMPipeline,
+    DiTPipeline,
+    FlowMatchEulerDiscreteScheduler,
+    StableDiffusion3Pipeline,
+)
 from families import build
 from hydra import compose, initialize_config_dir
 from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
 from PIL import Image
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import checkpoint
-from config import SettingError
+import experiments.finetune as finetune
+from config import MergeConfig, SettingError
 from convert import SHARED, ConvertConfig, LevelsConfig, convert
 from experiments.finetune import (
-    EmbeddedData,
     FinetuneConfig,
     FinetuneObjective,
     encode_images,
@@ -35,10 +45,11 @@ from experiments.finetune import (
     load,
     load_pipeline,
     read_embeddings,
+    read_image,
     run,
-    whole_draw,
 )
 from model import Draw
+from train import NonFiniteLoss, train_step
 
 PROMPTS = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2", "text_encoder_3", "tokenizer_3")
 
@@ -104,7 +115,7 @@ def job(model: Path, data: Path, out: Path, **changes: Any) -> FinetuneConfig:
     blocks = ConvertConfig(layers_per_block=2, levels=LevelsConfig(**changes.pop("levels", {})))
     small = {"steps": 3, "batch_size": 4, "learning_rate": 1e-2, "lora_rank": 2, "image_size": 16, "precision": "fp32"}
     small |= {"device": "cpu", "threads": 1, "measure": False}
-    return FinetuneConfig(str(model), str(data), blocks, out=str(out), **{**small, **changes})
+    return FinetuneConfig(str(model), str(data), blocks, folder=str(out), **{**small, **changes})
 
 
 def weights(folder: Path) -> dict[str, Tensor]:
@@ -128,7 +139,7 @@ def test_single_block_jobs_merged_equal_one_job(sd3: Path, embeddings: Path, tmp
     for block in (0, 1):
         run(job(sd3, embeddings, tmp_path / f"{block}", lora_rank=lora_rank, blocks_to_train=[block]))
     folders = [str(tmp_path / "0"), str(tmp_path / "1")]
-    run(job(sd3, embeddings, tmp_path / "merged", merge=folders))
+    run(job(sd3, embeddings, tmp_path / "merged", merge=MergeConfig(folders)))
     assert same(tmp_path / "together", tmp_path / "merged")
     start, trained = load(tmp_path / "merged").transformer, load(tmp_path / "together").transformer
     assert all(torch.equal(p, q) for p, q in zip(start.state_dict().values(), trained.state_dict().values(), strict=True))
@@ -140,13 +151,24 @@ def test_jobs_join_by_ownership(sd3: Path, embeddings: Path, tmp_path: Path) -> 
     run(job(sd3, embeddings, tmp_path / "1shared", lora_rank=None, blocks_to_train=[1], train_shared=True))
     paths = {name: str(tmp_path / name) for name in ("0", "1", "1shared")}
     with pytest.raises(SettingError, match="shared is in"):
-        run(job(sd3, embeddings, tmp_path / "twice", merge=[paths["0"], paths["1shared"]]))
+        run(job(sd3, embeddings, tmp_path / "twice", merge=MergeConfig([paths["0"], paths["1shared"]])))
     with pytest.raises(SettingError, match="the model has block_0, block_1, shared"):
-        run(job(sd3, embeddings, tmp_path / "gap", merge=[paths["0"]]))
+        run(job(sd3, embeddings, tmp_path / "gap", merge=MergeConfig([paths["0"]])))
     with pytest.raises(SettingError, match="block_1 is in"):
-        run(job(sd3, embeddings, tmp_path / "double", merge=[paths["1"], paths["1"]]))
-    run(job(sd3, embeddings, tmp_path / "all", merge=[paths["0"], paths["1"]]))
+        run(job(sd3, embeddings, tmp_path / "double", merge=MergeConfig([paths["1"], paths["1"]])))
+    run(job(sd3, embeddings, tmp_path / "all", merge=MergeConfig([paths["0"], paths["1"]])))
     assert set(checkpoint.read_run(tmp_path / "all")["parts"]) == {"block_0", "block_1", SHARED}
+
+
+def test_jobs_of_unlike_machines_join_only_if_forced(sd3: Path, embeddings: Path, tmp_path: Path) -> None:
+    run(job(sd3, embeddings, tmp_path / "0", blocks_to_train=[0]))
+    run(job(sd3, embeddings, tmp_path / "1", blocks_to_train=[1], threads=2))
+    torch.set_num_threads(1)
+    folders = [str(tmp_path / "0"), str(tmp_path / "1")]
+    with pytest.raises(SettingError, match=r"threads.*merge\.force=true joins them"):
+        run(job(sd3, embeddings, tmp_path / "all", merge=MergeConfig(folders)))
+    run(job(sd3, embeddings, tmp_path / "all", merge=MergeConfig(folders, force=True)))
+    load(tmp_path / "all")
 
 
 def test_no_optimizer_state_for_what_is_not_owned(sd3: Path, embeddings: Path, tmp_path: Path) -> None:
@@ -272,14 +294,6 @@ def test_what_a_flow_model_predicts_is_its_velocity_on_its_own_clock(clock: str,
     torch.testing.assert_close(z - 0.3 * sign * target, x)
 
 
-def test_processes_share_one_batch() -> None:
-    tensors = {"hidden_states": torch.arange(20.0)[:, None]}
-    whole = EmbeddedData(tensors, {}, torch.device("cpu"), 0).batch(0, 3, 8)[0]
-    shares = [EmbeddedData(tensors, {}, torch.device("cpu"), 0, rank, 2).batch(0, 3, 4)[0] for rank in (0, 1)]
-    assert torch.equal(whole, torch.cat(shares))
-    assert whole_draw(Draw(0, 3, 4, slice(2, 4)), 1, 2) == Draw(0, 3, 8, slice(6, 8))
-
-
 def share(rank: int, port: int, config: FinetuneConfig) -> None:
     """One of two processes, as torch's launcher starts them."""
     os.environ |= {
@@ -293,23 +307,90 @@ def share(rank: int, port: int, config: FinetuneConfig) -> None:
     run(config)
 
 
-def test_two_processes_equal_one_within_rounding(sd3: Path, embeddings: Path, tmp_path: Path) -> None:
-    """Nothing looks for unused parameters, though a step trains one of the job's two blocks."""
-    run(job(sd3, embeddings, tmp_path / "one"))
+def run_apart(config: FinetuneConfig, processes: int) -> list[int]:
+    """Runs a job in one fork or two and returns how they ended."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     forks = multiprocessing.get_context("fork")
-    config = job(sd3, embeddings, tmp_path / "two")
-    processes = [forks.Process(target=share, args=(rank, port, config)) for rank in (0, 1)]
-    for process in processes:
+    started = [forks.Process(target=share, args=(rank, port, config)) for rank in range(processes)] if processes > 1 else []
+    started = started or [forks.Process(target=run, args=(config,))]
+    for process in started:
         process.start()
-    for process in processes:
+    for process in started:
         process.join(120)
-        assert process.exitcode == 0
-    one, two = weights(tmp_path / "one"), weights(tmp_path / "two")
-    for name, value in one.items():
-        torch.testing.assert_close(two[name], value, atol=1e-5, rtol=0)
+    return [process.exitcode for process in started]
+
+
+def assert_close(one: Path, other: Path) -> None:
+    ours, theirs = weights(one), weights(other)
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        torch.testing.assert_close(theirs[name], value, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("lora_rank", [2, None], ids=["lora", "full"])
+def test_two_processes_equal_one_within_rounding(sd3: Path, embeddings: Path, tmp_path: Path, lora_rank: int | None) -> None:
+    """Nothing looks for unused parameters, though a step trains one of the job's two blocks."""
+    run(job(sd3, embeddings, tmp_path / "one", lora_rank=lora_rank, learning_rate=1e-3, micro_batch=1))
+    config = job(sd3, embeddings, tmp_path / "two", lora_rank=lora_rank, learning_rate=1e-3, micro_batch=1)
+    assert run_apart(config, 2) == [0, 0]
+    assert_close(tmp_path / "one", tmp_path / "two")
+
+
+def signal_at(patch: pytest.MonkeyPatch, step: int, number: int, rank: str | None = None) -> None:
+    """Makes every run, or the process of one rank, send itself a signal after so many steps."""
+    count = itertools.count(1)
+
+    def stepped(*args: Any, **kwargs: Any) -> Tensor:
+        loss = train_step(*args, **kwargs)
+        if next(count) == step and os.environ.get("RANK") == rank:
+            os.kill(os.getpid(), number)
+        return loss
+
+    patch.setattr(finetune, "train_step", stepped)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_a_killed_job_goes_on_to_the_bit(
+    sd3: Path, embeddings: Path, tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(job(sd3, embeddings, tmp_path / "whole"))
+    config = job(sd3, embeddings, tmp_path / "killed", checkpoint_every=2)
+    with monkeypatch.context() as patch:
+        signal_at(patch, 3, number)
+        assert run_apart(config, 1) == [-number if number == signal.SIGKILL else 128 + number]
+    made = sum(part["step"] for part in checkpoint.read_run(tmp_path / "killed")["parts"].values())
+    assert made == (2 if number == signal.SIGKILL else 3)
+    run(config)
+    assert same(tmp_path / "whole", tmp_path / "killed")
+
+
+def test_a_signal_to_one_process_stops_both(sd3: Path, embeddings: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(job(sd3, embeddings, tmp_path / "one"))
+    config = job(sd3, embeddings, tmp_path / "two")
+    with monkeypatch.context() as patch:
+        signal_at(patch, 3, signal.SIGTERM, rank="1")
+        assert run_apart(config, 2) == [128 + signal.SIGTERM] * 2
+    assert run_apart(config, 2) == [0, 0]
+    assert_close(tmp_path / "one", tmp_path / "two")
+
+
+def test_a_loss_that_is_not_finite_stops_every_process_and_keeps_the_last_good(
+    sd3: Path, embeddings: Path, tmp_path: Path
+) -> None:
+    run(job(sd3, embeddings, tmp_path / "run", steps=1))
+    before = weights(tmp_path / "run")
+    broken = job(sd3, embeddings, tmp_path / "run", steps=4, learning_rate=1e-2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            FinetuneObjective,
+            "training_loss",
+            lambda self, modules, batch, draw, autocast: batch[0].new_full((4,), math.nan, requires_grad=True),
+        )
+        with pytest.raises(NonFiniteLoss, match="block [01] or its gradient is not finite at its step 2"):
+            run(broken)
+    assert all(torch.equal(value, before[name]) for name, value in weights(tmp_path / "run").items())
 
 
 def composed(*overrides: str) -> FinetuneConfig:
@@ -327,13 +408,21 @@ def composed(*overrides: str) -> FinetuneConfig:
         ("pipeline=/nowhere", "pipeline=/nowhere is not a diffusers pipeline"),
         ("samples=/nowhere", "samples=/nowhere is not a folder"),
         ("lora_targets=[nothing]", "lora_targets="),
+        ("lora_targets=[]", "lora_targets=[]"),
+        ("learning_rate=nan", "learning_rate=nan"),
+        ("weight_decay=nan", "weight_decay=nan"),
+        ("precision=fp8", "precision=fp8"),
+        ("threads=0", "threads=0"),
+        ("device=tpu", "device=tpu"),
+        ("blocks_to_train=[[0]]", "blocks_to_train=[[0]]"),
+        ("merge.runs=[/nowhere]", "merge.runs: /nowhere holds no checkpoint"),
     ],
 )
 def test_a_wrong_setting_is_one_sentence(sd3: Path, embeddings: Path, tmp_path: Path, override: str, message: str) -> None:
     usual = [
         f"pipeline={sd3}",
         f"samples={embeddings}",
-        f"out={tmp_path}",
+        f"folder={tmp_path}",
         "blocks.layers_per_block=2",
         "device=cpu",
         "threads=1",
@@ -359,6 +448,48 @@ def test_embeddings_that_do_not_fit_are_named(sd3: Path, tmp_path: Path) -> None
     save_file({"hidden_states": torch.zeros(2, 4, 8, 8), "pooled_projections": torch.zeros(3, 3)}, tmp_path / "a.safetensors")
     with pytest.raises(SettingError, match="numbers of samples differ"):
         read_embeddings(tmp_path, model)
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    model, one = build("SD3Transformer2DModel"), {"hidden_states": torch.zeros(2, 4, 8, 8)}
+    for name, second in (
+        ("names", {"encoder_hidden_states": torch.zeros(2, 3)}),
+        ("shapes", {"hidden_states": torch.zeros(2, 4, 4, 4)}),
+    ):
+        (tmp_path / name).mkdir()
+        save_file(one, tmp_path / name / "a.safetensors")
+        save_file(second, tmp_path / name / "b.safetensors")
+        with pytest.raises(SettingError, match=r"b\.safetensors holds other tensors"):
+            read_embeddings(tmp_path / name, model)
+    save_file({"hidden_states": torch.zeros(0, 4, 8, 8)}, tmp_path / "a.safetensors")
+    with pytest.raises(SettingError, match="holds no samples"):
+        read_embeddings(tmp_path, model)
+    for text in ("{", "[1]"):
+        (tmp_path / "arguments.json").write_text(text)
+        with pytest.raises(SettingError, match=r"arguments\.json cannot be read"):
+            read_embeddings(tmp_path, model)
+    (tmp_path / "a.safetensors").write_bytes(b"no")
+    with pytest.raises(SettingError, match=r"a\.safetensors cannot be read"):
+        read_embeddings(tmp_path, model)
+    (tmp_path / "metadata.jsonl").write_text("[1]")
+    with pytest.raises(SettingError, match=r"metadata\.jsonl cannot be read"):
+        find_images(tmp_path)
+    (tmp_path / "a.png").write_bytes(b"no")
+    with pytest.raises(SettingError, match=r"a\.png cannot be read"):
+        read_image(tmp_path / "a.png", 8)
+
+
+def test_embeddings_in_half_precision_train(sd3: Path, embeddings: Path, tmp_path: Path) -> None:
+    halves = {name: tensor.half() for name, tensor in load_file(next(embeddings.glob("*.safetensors"))).items()}
+    (tmp_path / "half").mkdir()
+    save_file(halves, tmp_path / "half" / "a.safetensors")
+    run(job(sd3, tmp_path / "half", tmp_path / "run", steps=1))
+
+
+def test_a_pipeline_without_a_transformer_is_refused(tmp_path: Path) -> None:
+    DDPMPipeline(build("UNet2DModel"), DDIMScheduler()).save_pretrained(tmp_path)
+    with pytest.raises(SettingError, match="DDPMPipeline, which has no transformer"):
+        load_pipeline(str(tmp_path))
 
 
 def test_captions_are_embedded_by_the_pipeline(sd3: Path, pictures: Path, tmp_path: Path) -> None:
