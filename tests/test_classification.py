@@ -224,15 +224,15 @@ def test_where_the_noisy_label_stands(label_token, tokens):
 
 
 def test_prediction_in_five_lines(trained, cache, tmp_path, monkeypatch):
-    """The lines of docs/classification.md, as they stand there."""
-    text = (ROOT / "docs" / "classification.md").read_text()
-    (snippet,) = [block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "load_model" in block]
+    """The lines of the README, as they stand there."""
+    text = (ROOT / "README.md").read_text().split("<!-- five lines: classification -->")[1]
+    snippet = text.split("```python\n")[1].split("```")[0]
     assert len([line for line in snippet.splitlines() if line]) == 5
     test = classification.load(make_classifier(data={"cache": str(cache)})).test
     Image.fromarray(test.images[3, 0]).save(tmp_path / "image.png")
     monkeypatch.chdir(tmp_path)
     names: dict = {}
-    exec(snippet.replace("runs/FOLDER", str(trained)), names)
+    exec(snippet.replace("runs/RUN", str(trained)), names)
     assert names["probabilities"].shape == (1, 10) and names["probabilities"].sum().item() == pytest.approx(1, abs=1e-5)
     assert torch.allclose(names["probabilities"], names["model"].predict(test.images[3:4]))
     assert names["model"].predict(Image.new("RGB", (30, 20))).shape == (1, 10)
