@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -30,21 +31,33 @@ KNOWN_TOKENS = 50_000_000  # a longer training text is not searched for its word
 
 def check(config: Config) -> None:
     """Refuses what cannot work as far as it can be known without work: text, tokenizer, models behind scores."""
-    tokenizer = check_text(config.data)
+    check_text(config.data)
     if config.mode in ("run", "evaluate"):
-        text_scores.check_scores(config.eval.features, config.eval.perplexity)
+        text_scores.check_scores(config.eval.features, config.eval.perplexity, config.sampler.num_samples)
     trained = checkpoint.read_run(configuration.run_folder(config))
     if trained is not None:
-        ours, theirs = tokenizer.fingerprint, trained["data"]["fingerprint"].partition("/")[0]
-        require(
-            ours[:16] == theirs,
-            f"data.tokenizer={config.data.tokenizer} is another one now than when {configuration.run_folder(config)} was trained",
-        )
+        check_tokenizer(config, trained["data"]["fingerprint"])
+
+
+def check_tokenizer(config: Config, fingerprint: str) -> None:
+    """Refuses another tokenizer than the one of the data on which a model was trained, named by their fingerprint."""
+    require(
+        load_tokenizer(config.data.tokenizer).fingerprint[:16] == fingerprint.partition("/")[0],
+        f"data.tokenizer={config.data.tokenizer} is another one now than when {configuration.run_folder(config)} was trained",
+    )
 
 
 def load(config: Config) -> TextData:
-    """Loads text and tokens."""
-    return load_text(config.data)
+    """Loads text and tokens, and checks that there is what generated text begins with and is compared with."""
+    data = load_text(config.data)
+    if config.mode in ("run", "evaluate") and scores_generated(config):
+        beginnings(data, config.sampler)
+    return data
+
+
+def scores_generated(config: Config) -> bool:
+    """Returns whether text is generated to be scored."""
+    return config.eval.words or config.eval.features is not None or len(config.eval.perplexity) > 0
 
 
 def source(config: Config, data: TextData, device: torch.device) -> TokenSource:
@@ -154,7 +167,9 @@ def sample(config: Config, model: LanguageModel, weights: dict[str, Any], folder
     tokens = torch.cat(drawn)
     path.write_text("\n\n".join(decode(config, tokens)) + "\n")
     checkpoint.write_atomically(target / "protocol.json", json.dumps(protocol, indent=1) + "\n")
-    np.save(target / "tokens.npy", tokens.numpy())
+    temporary = target / "tokens.tmp.npy"
+    np.save(temporary, tokens.numpy())
+    os.replace(temporary, target / "tokens.npy")  # the last, in one move: where it is, the sample is whole
     return path
 
 
@@ -167,7 +182,7 @@ def evaluate(
     results = [training_cost(config, data, model, folder), text_scores.likelihood(model, data.test, **counts)]
     if isinstance(model.objective, TokenDiffusion):
         results.append(text_scores.embedding_result(model, data.train, settings.seed))
-    if settings.words or settings.features or settings.perplexity:
+    if scores_generated(config):
         known = None
         if len(data.train.split.tokens) <= KNOWN_TOKENS:
             known = set(data.tokenizer.decode(data.train.split.tokens.tolist()).split())

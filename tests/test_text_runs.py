@@ -252,6 +252,9 @@ def test_mauve_and_perplexity_from_given_features_and_local_models(tmp_path: Pat
         (("experiment=text_masked", "partition=equal_nats"), "partition.pilot"),
         (("experiment=text_masked", "partition=equal_nats", "partition.pilot=nowhere"), "is missing: train"),
         (("experiment=text_ar", "sampler.length=17"), "more than data.context"),
+        (("experiment=text_ar", "sampler.prompt=16", "sampler.length=null"), "sampler.prompt=16 leaves nothing"),
+        (("experiment=text_ar", "sampler.prompt=20", "sampler.length=null"), "sampler.prompt=20 leaves nothing"),
+        (("experiment=text_ar", "sampler.rho=0"), "sampler.rho"),
         (("experiment=text_ar", "sampler.temperature=0"), "above 0"),
         (("experiment=text_ar", "sampler.top_p=0"), "sampler.top_p"),
         (("experiment=text_ar", "sampler.prompts=2"), "no meaning"),
@@ -271,6 +274,34 @@ def test_what_cannot_work_is_one_sentence(overrides: tuple, sentence: str, tmp_p
     assert not list(tmp_path.glob("runs/*/config.yaml"))
 
 
+@pytest.mark.parametrize(
+    ("arrays", "sentence"),
+    [
+        (None, "not an .npz"),
+        ({"generated": (3, 2)}, "not an .npz"),
+        ({"generated": (3, 2), "reference": (3, 4)}, "must have `generated`"),
+        ({"generated": (3,), "reference": (3,)}, "must have `generated`"),
+        ({"generated": (2, 4), "reference": (3, 4)}, "there are 3 by sampler.num_samples"),
+    ],
+)
+def test_features_that_do_not_fit_are_refused_before_training(arrays: dict | None, sentence: str, tmp_path: Path):
+    path = tmp_path / "given.npz"
+    path.write_bytes(b"junk")
+    if arrays is not None:
+        np.savez(path, **{name: np.zeros(shape) for name, shape in arrays.items()})
+    with pytest.raises(SettingError, match=sentence):
+        run(tmp_path, "experiment=text_ar", f"eval.features={path}")
+    assert not list(tmp_path.glob("runs/*/config.yaml"))
+
+
+def test_held_out_documents_too_short_to_compare_with_are_refused_before_training(tmp_path: Path):
+    (tmp_path / "lines.txt").write_text("the cat sat\n" * 40)
+    settings = ("experiment=text_ar", "data=text_files", f"data.path={tmp_path / 'lines.txt'}", "data.tokenizer=bytes")
+    with pytest.raises(SettingError, match="no held-out document is that long"):
+        run(tmp_path, *settings, "data.packing=documents", "sampler.length=12")
+    assert not list(tmp_path.glob("runs/*/config.yaml"))
+
+
 def test_a_tokenizer_that_changed_is_refused(tmp_path: Path, tokenizer_file: Path):
     (tmp_path / "a.txt").write_text("the cat sat on the mat " * 60)
     (tmp_path / "tokenizer.json").write_text(tokenizer_file.read_text())
@@ -284,6 +315,8 @@ def test_a_tokenizer_that_changed_is_refused(tmp_path: Path, tokenizer_file: Pat
     text.load_tokenizer.cache_clear()
     with pytest.raises(SettingError, match="another one now"):
         run(tmp_path, *settings)
+    with pytest.raises(SettingError, match="another one now"):  # without the text, as for mode=sample
+        load_model(tmp_path / "run")
 
 
 def test_the_command_line_ends_with_one_line(tmp_path: Path):
