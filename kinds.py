@@ -12,8 +12,8 @@ import text
 from config import LANGUAGE_MODELS, Config
 from hardware import Hardware
 
-# By model.name: what the pipeline asks (check, load, source, plot_partition, evaluate, and where something is drawn preview and
-# sample), and what makes the model of its parts (trained_parts, build_module, build_objective, build_model).
+# By model.name: what the pipeline asks (check, load, source, plot_partition, measure, sample_sets, evaluate, and where something
+# is drawn preview and sample), and what makes the model of its parts (trained_parts, build_module, build_objective, build_model).
 KINDS = {"dit": generation, "vit": classification, "noprop_cnn": classification, "transformer": text, "recurrent": text}
 BUILDERS = {**KINDS, "dit": model}
 

@@ -19,6 +19,7 @@ import text_scores
 from config import Config, TextSamplerConfig, digest, require
 from hardware import Hardware
 from model import part_name, step_memory
+from parallel import ALONE, World
 from randomness import stream_seed
 from text_data import TextData, TokenSource, TokenSplit, check_text, cut_rows, load_text, load_tokenizer
 from text_model import LanguageModel, MaskedDiffusion, NextToken, TokenDiffusion
@@ -148,12 +149,24 @@ def beginnings(data: TextData, settings: TextSamplerConfig) -> torch.Tensor:
     return text_scores.excerpts(data.test, settings.prompt + settings.length, count, settings.seed)
 
 
-def sample(config: Config, model: LanguageModel, weights: dict[str, Any], folder: Path, settings: TextSamplerConfig) -> Path:
+def sample_sets(config: Config) -> tuple[()]:
+    """Returns the sets of samples that several processes divide: none, the first draws all text."""
+    return ()
+
+
+def sample(
+    config: Config,
+    model: LanguageModel,
+    weights: dict[str, Any],
+    folder: Path,
+    settings: TextSamplerConfig,
+    world: World = ALONE,
+) -> Path:
     """Draws the settings' texts and returns the path of the file that holds them; `weights` says what made them."""
     protocol = {"sampler": dataclasses.asdict(settings), **weights}
     target = folder / "samples" / f"text_{digest(protocol, 8)}"
     path = target / "samples.txt"
-    if (target / "tokens.npy").is_file():
+    if (target / "tokens.npy").is_file() or not world.first:
         return path
     target.mkdir(parents=True, exist_ok=True)
     prompt = torch.zeros((settings.num_samples, 0), dtype=torch.int64)
@@ -173,13 +186,24 @@ def sample(config: Config, model: LanguageModel, weights: dict[str, Any], folder
     return path
 
 
+def measure(config: Config, modules: Mapping[str, nn.Module], data: TextData, hardware: Hardware) -> dict[str, float]:
+    """Returns the likelihood of held-out text, or its bound, of a model in training."""
+    return likelihood(config, data, build_model(config, modules, 1.0, hardware))["scores"]
+
+
+def likelihood(config: Config, data: TextData, model: LanguageModel) -> dict[str, Any]:
+    """Returns the likelihood of held-out text, or its bound, as a result."""
+    settings = config.eval
+    counts = {"count": settings.rows, "batch_size": settings.batch_size, "draws": settings.draws, "seed": settings.seed}
+    return text_scores.likelihood(model, data.test, **counts)
+
+
 def evaluate(
     config: Config, data: TextData, model: LanguageModel, weights: dict[str, Any], folder: Path, hardware: Hardware
 ) -> list[dict[str, Any]]:
     """Scores a trained model; returns results, each with `kind`, `title`, `scores` and `protocol`."""
     settings = config.eval
-    counts = {"count": settings.rows, "batch_size": settings.batch_size, "draws": settings.draws, "seed": settings.seed}
-    results = [training_cost(config, data, model, folder), text_scores.likelihood(model, data.test, **counts)]
+    results = [training_cost(config, data, model, folder), likelihood(config, data, model)]
     if isinstance(model.objective, TokenDiffusion):
         results.append(text_scores.embedding_result(model, data.train, settings.seed))
     if scores_generated(config):

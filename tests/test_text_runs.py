@@ -1,5 +1,6 @@
 """Runs of language models: every overlay composed, shrunk and run; resume and merge to the bit; what is refused."""
 
+import inspect
 import json
 from pathlib import Path
 
@@ -18,6 +19,7 @@ import text
 from checkpoint import load_model, read_run
 from config import Config, SettingError
 from experiments import collect
+from kinds import KINDS
 
 SMALL = ("model.width=16", "model.heads=2", "model.condition_width=8", "train.batch_size=4", "train.micro_batch=null")
 SMALL += ("train.steps=3", "train.warmup_steps=1", "train.precision=fp32", "log.progress=false", "threads=1")
@@ -72,17 +74,33 @@ def tokenizer_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("experiment", EMBEDDED)
 def test_embedded_experiments_train_generate_and_score(experiment: str, tmp_path: Path):
-    folder = run(tmp_path, f"experiment={experiment}")
+    folder = run(tmp_path, f"experiment={experiment}", "train.evaluate_every=1")
     found = results(folder)
+    curve = [json.loads(line) for line in (folder / "heldout.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in curve] == list(range(1, len(curve) + 1))
+    assert curve[-1]["bits_per_character"] == pytest.approx(found["likelihood"]["scores"]["bits_per_character"])
     assert {"training_cost", "likelihood", "heldout_text", "generated_text"} <= found.keys()
     assert found["likelihood"]["scores"]["bits_per_character"] > 1
     assert len((folder / found["generated_text"]["texts"]).read_text().split("\n\n")) == 3
     assert found["generated_text"]["protocol"]["sampler"]["temperature"] == 1.0
     again = composed(
-        f"folder={folder}", "mode=sample", "sampler=text", "sampler.temperature=0.5", f"data.cache={tmp_path / 'cache'}"
+        f"folder={folder}", "mode=sample", "sampler=text", "sampler.temperature=0.6", f"data.cache={tmp_path / 'cache'}"
     )
-    assert (again.sampler.temperature, again.sampler.length) == (0.5, 8)
+    assert (again.sampler.temperature, again.sampler.length) == (0.6, 8)
+    before = len(list(folder.glob("samples/*/tokens.npy")))
+    pipeline.run(again)
+    assert len(list(folder.glob("samples/*/tokens.npy"))) == before + 1
     assert again.model.width == 16 and again.objective.name == found["training_cost"]["protocol"]["trained"]["objective"]["name"]
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_every_kind_answers_what_the_pipeline_asks(kind: str):
+    """By the number of arguments that pipeline.py and profiling.py give; a classifier draws nothing."""
+    asked = {"check": 1, "load": 1, "source": 3, "plot_partition": 2, "measure": 4, "evaluate": 6, "sample_sets": 1}
+    if kind not in ("vit", "noprop_cnn"):
+        asked |= {"preview": 5, "sample": 6}
+    for name, count in asked.items():
+        inspect.signature(getattr(KINDS[kind], name)).bind(*range(count))
 
 
 @pytest.mark.parametrize("experiment", PAPER)
