@@ -11,8 +11,8 @@ An objective has `training_loss`, which the training loop asks for, and `predict
 """
 
 import math
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -25,7 +25,7 @@ from data import Source
 from model import Autocast, Batch, Draw, LearnedTable, draw_noise, dropout_stream, part_name
 from randomness import generator
 from sampler import image_noise
-from vit import LevelEmbedding, initialize
+from vit import LevelEmbedding, full_precision, initialize
 
 TEMPERATURE = 0.15  # of the contrastive loss; this and the margins are ContrastiveFF's defaults
 FIRST_MARGIN, LAST_MARGIN = 0.4, 0.1
@@ -54,6 +54,20 @@ class Inference(NamedTuple):
     first: int = 0
 
 
+@contextmanager
+def frozen(*networks: nn.Module) -> Iterator[None]:
+    """The context of networks that are finished: they get no gradient and drop nothing."""
+    training = [network.training for network in networks]
+    for network in networks:
+        network.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for network, before in zip(networks, training, strict=True):
+            network.train(before)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Groups of layers with heads: end to end, local, greedy
 
@@ -78,9 +92,9 @@ class Groups:
         loss = torch.zeros(len(labels), device=labels.device)
         with autocast or nullcontext(), dropout_stream(self.seed, draw):
             for group in range(last + 1):
-                trains = group == last or not self.in_turn
-                with torch.set_grad_enabled(trains):
-                    x, logits = modules[part_name(group)](x.detach())  # (n, T, D), (n, classes)
+                network, trains = modules[part_name(group)], group == last or not self.in_turn
+                with nullcontext() if trains else frozen(network):
+                    x, logits = network(x.detach())  # (n, T, D), (n, classes)
                 if trains:
                     loss = loss + F.cross_entropy(logits.float(), labels, reduction="none")  # (n,)
         return loss
@@ -111,8 +125,9 @@ def supervised_contrastive(features: Tensor, labels: Tensor, temperature: float,
 
     Source: Khosla et al., arXiv 2004.11362, equation 2; the margin is ContrastiveFF's.
     """
-    features = F.normalize(features.float(), dim=1)
-    cosine = features @ features.T  # (M, M)
+    with full_precision(features):  # a temperature of .15 makes an error of bfloat16 in a cosine 7 times larger
+        features = F.normalize(features.float(), dim=1)
+        cosine = features @ features.T  # (M, M)
     same = labels[:, None] == labels
     s = torch.where(same, (cosine + margin).clamp(max=1), cosine) / temperature
     self_pair = torch.eye(len(labels), dtype=torch.bool, device=labels.device)
@@ -144,7 +159,7 @@ class ContrastiveForwardForward:
         views, labels = batch
         with autocast or nullcontext(), dropout_stream(self.seed, draw):
             if draw.block == 1:
-                with torch.no_grad():
+                with frozen(*(modules[part_name(layer)] for layer in range(self.num_layers))):
                     features = self.features(modules, views[: len(labels)])  # (n, D)
                 return F.cross_entropy(modules[READOUT](features).float(), labels, reduction="none")  # (n,)
             x, loss = views, torch.zeros(len(labels), device=labels.device)
@@ -410,24 +425,28 @@ class NoProp:
         draws = self.networks + 1 if self.kind == "dt" else 1
         noise = image_noise(inference.seed, indices, (draws, table.shape[1]), images.device)  # (N, draws, D)
         z, found = noise[:, 0], []
-        with autocast or nullcontext():
-            if self.kind == "dt":
-                signal = cosine_signal(self.networks).tolist()
-                for block in range(self.networks):
-                    a, b, c = posterior_coefficients(signal[block], signal[block + 1])
-                    found.append(modules[part_name(block)](z, None, images).float())
-                    z = a * found[-1].softmax(1) @ table + b * z + math.sqrt(c) * noise[:, block + 1]
-                return torch.stack([*found, shared.head(z).float()])
-            network = modules[part_name(0)]
-            features = network.image(images)
-            times = torch.linspace(0, 1, (inference.steps or ODE_STEPS) + 1, device=images.device)
-            for t, following in zip(times[:-1], times[1:], strict=True):
-                out = network.join(z, t.expand(len(z)), features).float()
-                if self.kind == "fm":
-                    z = z + (following - t) * out
-                else:
-                    now, then = (torch.sigmoid(-shared.schedule(time)[0]) for time in (t, following))
-                    u = out.softmax(1) @ table
-                    z = then.sqrt() * u + (1 - then).sqrt() * (z - now.sqrt() * u) / (1 - now).sqrt()
-                    found = [out]
-            return torch.stack([*found, shared.head(z).float()])
+
+        def run(network: Callable[..., Tensor], *inputs: Tensor | None) -> Tensor:
+            with autocast or nullcontext():
+                return network(*inputs).float()
+
+        if self.kind == "dt":
+            signal = cosine_signal(self.networks).tolist()
+            for block in range(self.networks):
+                a, b, c = posterior_coefficients(signal[block], signal[block + 1])
+                found.append(run(modules[part_name(block)], z, None, images))
+                z = a * found[-1].softmax(1) @ table + b * z + math.sqrt(c) * noise[:, block + 1]
+            return torch.stack([*found, shared.head(z)])
+        network = modules[part_name(0)]
+        features = run(network.image, images)
+        times = torch.linspace(0, 1, (inference.steps or ODE_STEPS) + 1, device=images.device)
+        for t, following in zip(times[:-1], times[1:], strict=True):
+            out = run(network.join, z, t.expand(len(z)), features)
+            if self.kind == "fm":
+                z = z + (following - t) * out
+            else:
+                now, then = (torch.sigmoid(-shared.schedule(time)[0]) for time in (t, following))
+                u = out.softmax(1) @ table
+                z = then.sqrt() * u + (1 - then).sqrt() * (z - now.sqrt() * u) / (1 - now).sqrt()
+                found = [out]
+        return torch.stack([*found, shared.head(z)])

@@ -30,7 +30,7 @@ import parallel
 from config import SettingError, require
 from files import checksum, differences, write_atomically
 from hardware import set_up
-from kinds import build_model, build_module
+from kinds import build_model, build_module, check_use
 from model import Model, OneResident, part_name
 
 FORMAT = 1
@@ -271,13 +271,14 @@ def load_model(
         resident: `all`: every block is loaded; `one`: a block is read when it is used, and the one before is let go.
 
     Raises:
-        SettingError: no checkpoint there, a file that was changed, or a block that the run does not hold.
+        SettingError: no checkpoint there, a file or tokenizer that was changed, or a block that the run does not hold.
     """
     folder = Path(folder)
     run = read_run(folder)
     require(run is not None, f"{folder} holds no checkpoint: train first, or give the folder of a run")
     config = configuration.load_config(folder / "config.yaml")
     configuration.require_dit(config, "resident=one", resident == "one")
+    check_use(config, run)
     hardware = set_up(device, run["machines"][-1]["precision"], None)
 
     def load(name: str) -> nn.Module:

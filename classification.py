@@ -536,8 +536,8 @@ def mean_cosine(table: Tensor) -> float:
 def denoising_result(config: Config, data: ImageData, model: Classifier, folder: Path) -> dict[str, Any]:
     """What each block makes of the true label's noisy embedding, on a grid of levels with the same noise for every model.
 
-    Beside it what the embedding gives away by itself, and the same blocks on images that belong to other labels: a block that
-    does as well on those does not look at its image.
+    Beside it what the embedding gives away by itself, and the same blocks on images shuffled against labels (of which one in
+    as many as there are classes keeps its label by chance): a block that does as well on those does not look at its image.
     """
     settings, objective = config.eval, model.objective
     count = min(settings.loss_images, len(data.test.labels))

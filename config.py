@@ -732,7 +732,12 @@ def with_pilot(
         return cut
     path = Path(cut.pilot) / "results.json"
     require(path.is_file(), f"partition.pilot={cut.pilot}: {path} is missing: train and score a run with one block first")
-    found = curve(json.loads(path.read_text()))
+    try:
+        found = curve(json.loads(path.read_text()))
+    except (ValueError, TypeError, KeyError) as error:
+        raise SettingError(
+            f"partition.pilot={cut.pilot}: {path} is not a list of results ({error}): score the run again"
+        ) from None
     require(found is not None, f"partition.pilot={cut.pilot} has no curve over levels: score a run of diffusion with one block")
     edges, amounts = found
     bounds = levels(config)
@@ -918,11 +923,19 @@ def validate_classifier(config: Config) -> None:
         validate_transformer(config)
         layers_wanted = 2 if method.startswith("forward_forward") else 1  # the first of them is left out in one of the two
         at_least("model.depth", model.depth, layers_wanted)
-        require(model.mlp_ratio > 0, f"model.mlp_ratio={model.mlp_ratio} must be above 0")
+        above_zero("model.mlp_ratio", model.mlp_ratio)
+        require(
+            model.mlp_ratio * model.width >= 1,
+            f"model.mlp_ratio={model.mlp_ratio} leaves an MLP nothing of model.width={model.width}",
+        )
         require(0 <= model.dropout < 1, f"model.dropout={model.dropout} must lie in [0, 1)")
         if method == "diffusion_blocks":
             one_of("model.label_token", model.label_token, ("beside", "instead"))
             one_of("model.adaLN", model.adaLN, ("dit", "released"))
+            require(
+                model.adaLN == "dit" or model.width >= 6,
+                f"model.width={model.width}: model.adaLN=released has a condition of a sixth of it, so 6 at least",
+            )
             one_of("model.share", model.share, ("nothing", "ends"))
     else:
         fits = method == "diffusion_blocks" or method.startswith("noprop")
@@ -937,6 +950,8 @@ def validate_classifier(config: Config) -> None:
         one_of("objective.table", objective.table, ("fixed", "learned"))
     if method == "noprop_dt":
         at_least("objective.networks", objective.networks, 1)
+    if objective.eta is not None:
+        at_least("objective.eta", objective.eta, 0)
     if method == "diffusion_blocks":
         one_of("objective.weighting", objective.weighting, ("none", "per_sample", "batch_mean"))
         validate_levels(config)
@@ -962,6 +977,10 @@ def validate_classifier(config: Config) -> None:
     require(
         not coupled or train.micro_batch is None or train.micro_batch >= train.batch_size,
         f"train.micro_batch={train.micro_batch}: the samples of a batch meet in the loss of {method}, so take it whole",
+    )
+    require(
+        not coupled or train.batch_size >= 2,
+        f"train.batch_size={train.batch_size}: the samples of a batch meet in the loss of {method}, so take 2 at least",
     )
     require(
         not (train.compile and model.name == "vit" and model.share == "ends"),
@@ -1142,10 +1161,15 @@ def validate_text_scores(config: Config) -> None:
     sampler, evaluation = config.sampler, config.eval
     one_of("sampler.schedule", sampler.schedule, ("karras", "equi_probability", "per_block"))
     one_of("sampler.weights", sampler.weights, ("ema", "raw"))
-    for name in ("steps", "num_samples", "length", "batch_size"):
-        at_least(f"sampler.{name}", getattr(sampler, name), 1)
     for name in ("prompt", "top_k"):
         at_least(f"sampler.{name}", getattr(sampler, name), 0)
+    require(
+        sampler.prompt < config.data.context,
+        f"sampler.prompt={sampler.prompt} leaves nothing to generate of data.context={config.data.context}: take less",
+    )
+    for name in ("steps", "num_samples", "length", "batch_size"):
+        at_least(f"sampler.{name}", getattr(sampler, name), 1)
+    above_zero("sampler.rho", sampler.rho)
     if sampler.prompts is not None:
         at_least("sampler.prompts", sampler.prompts, 1)
         require(sampler.prompt > 0, f"sampler.prompts={sampler.prompts} has no meaning with sampler.prompt=0: leave it out")

@@ -6,7 +6,6 @@ cached   decodes once into a folder that is named by the source's identity, and 
 """
 
 import contextlib
-import errno
 import gzip
 import hashlib
 import io
@@ -29,6 +28,7 @@ from PIL import Image, ImageOps
 from tqdm import tqdm
 
 from config import SettingError
+from files import check_cache, publish
 
 # name: (channels, size in pixels, classes) of the sets whose shape is known beforehand
 FIXED = {"digits": (1, 8, 10), "fashion_mnist": (1, 28, 10), "cifar10": (3, 32, 10), "cifar100": (3, 32, 100)}
@@ -87,10 +87,7 @@ def check_values(name: str, size: int, flip: bool, scale: float | None, sigma_da
     for key, value in (("data.scale", scale), ("objective.sigma_data", sigma_data)):
         if value is not None and not (math.isfinite(value) and value > 0):
             raise SettingError(f"{key}={value} must be a positive number")
-    folder = Path(cache).expanduser()
-    existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        raise SettingError(f"data.cache={cache} cannot be written, because of {existing}: name a folder that can")
+    check_cache(cache)
 
 
 def locate(
@@ -193,7 +190,7 @@ def _fashion_folder(cache: Path) -> Path:
     scratch = cache / f"{downloaded.name}.{uuid.uuid4().hex}.part"
     try:
         raw = Path(FashionMNIST(str(scratch), download=True).raw_folder)
-        _publish(raw, downloaded, lambda: downloaded.is_dir())
+        publish(raw, downloaded, lambda: downloaded.is_dir())
     except (RuntimeError, OSError) as error:
         raise SettingError(
             "data.name=fashion_mnist could not be downloaded: without network run `apt-get install dataset-fashion-mnist`, or "
@@ -494,7 +491,7 @@ def cached(source: _Source, cache: Path) -> tuple[tuple[Split, Split], dict]:
     try:
         (scratch / "entry").mkdir(parents=True)
         _decode(source, scratch)
-        _publish(scratch / "entry", entry, lambda: _open(entry) is not None)
+        publish(scratch / "entry", entry, lambda: _open(entry) is not None)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     opened = _open(entry)
@@ -536,22 +533,6 @@ def _open(entry: Path) -> tuple[tuple[Split, Split], dict] | None:
     if [train.images.shape[0], test.images.shape[0]] != info["counts"]:
         return None
     return (train, test), info
-
-
-def _publish(made: Path, target: Path, is_whole: Callable[[], bool]) -> None:
-    """Moves a finished folder to its place in one step. Another process's whole folder stays; a broken one is moved away."""
-    for _ in range(10):
-        try:
-            made.rename(target)
-            return
-        except OSError as error:
-            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
-                raise
-        if is_whole():
-            return
-        with contextlib.suppress(FileNotFoundError):  # another process was faster
-            target.rename(made.with_name(f"broken_{uuid.uuid4().hex}"))
-    raise SettingError(f"data.cache: {target} cannot be replaced: remove it, or name another folder")
 
 
 def _decode(source: _Source, scratch: Path) -> None:

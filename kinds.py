@@ -9,11 +9,11 @@ import classification
 import generation
 import model
 import text
-from config import Config
+from config import LANGUAGE_MODELS, Config
 from hardware import Hardware
 
-# By model.name: what the pipeline asks (check, load, source, plot_partition, evaluate, and where something is drawn preview and
-# sample), and what makes the model of its parts (trained_parts, build_module, build_objective, build_model).
+# By model.name: what the pipeline asks (check, load, source, plot_partition, measure, sample_sets, evaluate, and where something
+# is drawn preview and sample), and what makes the model of its parts (trained_parts, build_module, build_objective, build_model).
 KINDS = {"dit": generation, "vit": classification, "noprop_cnn": classification, "transformer": text, "recurrent": text}
 BUILDERS = {**KINDS, "dit": model}
 
@@ -40,3 +40,13 @@ def build_model(config: Config, modules: Mapping[str, nn.Module], scale: float, 
         scale: model units per unit of pixels in [-1, 1].
     """
     return BUILDERS[config.model.name].build_model(config, modules, scale, hardware)
+
+
+def check_use(config: Config, run: Mapping[str, Any]) -> None:
+    """Refuses a trained model of which something that its weights do not hold has changed: a language model's tokenizer.
+
+    Args:
+        run: the checkpoint's run.json.
+    """
+    if config.model.name in LANGUAGE_MODELS:
+        text.check_tokenizer(config, run["data"]["fingerprint"])

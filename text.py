@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import text_scores
 from config import Config, TextSamplerConfig, digest, require
 from hardware import Hardware
 from model import part_name, step_memory
+from parallel import ALONE, World
 from randomness import stream_seed
 from text_data import TextData, TokenSource, TokenSplit, check_text, cut_rows, load_text, load_tokenizer
 from text_model import LanguageModel, MaskedDiffusion, NextToken, TokenDiffusion
@@ -30,21 +32,33 @@ KNOWN_TOKENS = 50_000_000  # a longer training text is not searched for its word
 
 def check(config: Config) -> None:
     """Refuses what cannot work as far as it can be known without work: text, tokenizer, models behind scores."""
-    tokenizer = check_text(config.data)
+    check_text(config.data)
     if config.mode in ("run", "evaluate"):
-        text_scores.check_scores(config.eval.features, config.eval.perplexity)
+        text_scores.check_scores(config.eval.features, config.eval.perplexity, config.sampler.num_samples)
     trained = checkpoint.read_run(configuration.run_folder(config))
     if trained is not None:
-        ours, theirs = tokenizer.fingerprint, trained["data"]["fingerprint"].partition("/")[0]
-        require(
-            ours[:16] == theirs,
-            f"data.tokenizer={config.data.tokenizer} is another one now than when {configuration.run_folder(config)} was trained",
-        )
+        check_tokenizer(config, trained["data"]["fingerprint"])
+
+
+def check_tokenizer(config: Config, fingerprint: str) -> None:
+    """Refuses another tokenizer than the one of the data on which a model was trained, named by their fingerprint."""
+    require(
+        load_tokenizer(config.data.tokenizer).fingerprint[:16] == fingerprint.partition("/")[0],
+        f"data.tokenizer={config.data.tokenizer} is another one now than when {configuration.run_folder(config)} was trained",
+    )
 
 
 def load(config: Config) -> TextData:
-    """Loads text and tokens."""
-    return load_text(config.data)
+    """Loads text and tokens, and checks that there is what generated text begins with and is compared with."""
+    data = load_text(config.data)
+    if config.mode in ("run", "evaluate") and scores_generated(config):
+        beginnings(data, config.sampler)
+    return data
+
+
+def scores_generated(config: Config) -> bool:
+    """Returns whether text is generated to be scored."""
+    return config.eval.words or config.eval.features is not None or len(config.eval.perplexity) > 0
 
 
 def source(config: Config, data: TextData, device: torch.device) -> TokenSource:
@@ -135,12 +149,24 @@ def beginnings(data: TextData, settings: TextSamplerConfig) -> torch.Tensor:
     return text_scores.excerpts(data.test, settings.prompt + settings.length, count, settings.seed)
 
 
-def sample(config: Config, model: LanguageModel, weights: dict[str, Any], folder: Path, settings: TextSamplerConfig) -> Path:
+def sample_sets(config: Config) -> tuple[()]:
+    """Returns the sets of samples that several processes divide: none, the first draws all text."""
+    return ()
+
+
+def sample(
+    config: Config,
+    model: LanguageModel,
+    weights: dict[str, Any],
+    folder: Path,
+    settings: TextSamplerConfig,
+    world: World = ALONE,
+) -> Path:
     """Draws the settings' texts and returns the path of the file that holds them; `weights` says what made them."""
     protocol = {"sampler": dataclasses.asdict(settings), **weights}
     target = folder / "samples" / f"text_{digest(protocol, 8)}"
     path = target / "samples.txt"
-    if (target / "tokens.npy").is_file():
+    if (target / "tokens.npy").is_file() or not world.first:
         return path
     target.mkdir(parents=True, exist_ok=True)
     prompt = torch.zeros((settings.num_samples, 0), dtype=torch.int64)
@@ -154,8 +180,22 @@ def sample(config: Config, model: LanguageModel, weights: dict[str, Any], folder
     tokens = torch.cat(drawn)
     path.write_text("\n\n".join(decode(config, tokens)) + "\n")
     checkpoint.write_atomically(target / "protocol.json", json.dumps(protocol, indent=1) + "\n")
-    np.save(target / "tokens.npy", tokens.numpy())
+    temporary = target / "tokens.tmp.npy"
+    np.save(temporary, tokens.numpy())
+    os.replace(temporary, target / "tokens.npy")  # the last, in one move: where it is, the sample is whole
     return path
+
+
+def measure(config: Config, modules: Mapping[str, nn.Module], data: TextData, hardware: Hardware) -> dict[str, float]:
+    """Returns the likelihood of held-out text, or its bound, of a model in training."""
+    return likelihood(config, data, build_model(config, modules, 1.0, hardware))["scores"]
+
+
+def likelihood(config: Config, data: TextData, model: LanguageModel) -> dict[str, Any]:
+    """Returns the likelihood of held-out text, or its bound, as a result."""
+    settings = config.eval
+    counts = {"count": settings.rows, "batch_size": settings.batch_size, "draws": settings.draws, "seed": settings.seed}
+    return text_scores.likelihood(model, data.test, **counts)
 
 
 def evaluate(
@@ -163,11 +203,10 @@ def evaluate(
 ) -> list[dict[str, Any]]:
     """Scores a trained model; returns results, each with `kind`, `title`, `scores` and `protocol`."""
     settings = config.eval
-    counts = {"count": settings.rows, "batch_size": settings.batch_size, "draws": settings.draws, "seed": settings.seed}
-    results = [training_cost(config, data, model, folder), text_scores.likelihood(model, data.test, **counts)]
+    results = [training_cost(config, data, model, folder), likelihood(config, data, model)]
     if isinstance(model.objective, TokenDiffusion):
         results.append(text_scores.embedding_result(model, data.train, settings.seed))
-    if settings.words or settings.features or settings.perplexity:
+    if scores_generated(config):
         known = None
         if len(data.train.split.tokens) <= KNOWN_TOKENS:
             known = set(data.tokenizer.decode(data.train.split.tokens.tolist()).split())

@@ -17,7 +17,6 @@ Every token of a split counts in exactly one row. Where the files are:
 import functools
 import hashlib
 import json
-import os
 import re
 import shutil
 import tempfile
@@ -25,7 +24,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -33,12 +32,13 @@ from torch import Tensor
 
 from config import SettingError, TextConfig, require
 from data import step_indices
+from files import check_cache, publish
 
 SYMBOLS = " abcdefghijklmnopqrstuvwxyz"  # text8's 27
 WORDS = 1000  # that the tokenizer `words` knows
 TRAIN_SHARE, VALIDATION_SHARE = 0.9, 0.05  # of a text that comes in one piece, as text8 is cut; the rest is held out
 NAMES = ("topics", "text8", "files", "hub")
-FORMAT = 1  # part of the cache's key
+FORMAT = 2  # part of the cache's key
 NETWORK_TIMEOUT = 10  # seconds
 PADDING = -1  # the document of a row's padding
 
@@ -77,7 +77,8 @@ class Symbols:
         unknown = codes[(codes != 32) & ((codes < 97) | (codes > 122))]
         if len(unknown):
             raise SettingError(
-                f"data.tokenizer={self.name} knows a to z and the space, not {chr(unknown[0])!r}: use data.tokenizer=bytes"
+                f"data.tokenizer={self.name} knows a to z and the space, not {chr(unknown[0])!r}: use data.tokenizer=bytes, with "
+                "data.name=files where it is text8"
             )
         return np.where(codes == 32, 0, codes - 96).astype(np.uint8)
 
@@ -141,7 +142,8 @@ class Subwords:
 
                 require(Path(name).is_file(), f"data.tokenizer={name}: there is no such file")
                 self._inner = Inner.from_file(name)
-                self.separator = self._inner.token_to_id("</s>") or self._inner.token_to_id("<|endoftext|>")
+                known = (self._inner.token_to_id(token) for token in ("</s>", "<|endoftext|>"))
+                self.separator = next((token for token in known if token is not None), None)
             else:
                 from transformers import AutoTokenizer
 
@@ -153,8 +155,11 @@ class Subwords:
         except SettingError:
             raise
         except Exception as error:  # the libraries' errors share no base class
-            raise SettingError(f"data.tokenizer={name} cannot be read as a tokenizer ({type(error).__name__}: {error})") from None
-        self.size = self._inner.get_vocab_size()
+            raise SettingError(f"data.tokenizer={name} cannot be read as a tokenizer ({reason(error)})") from None
+        self._inner.no_truncation()  # both are for batches of sentences, not for a whole text
+        self._inner.no_padding()
+        self.size = max(self._inner.get_vocab().values(), default=-1) + 1  # numbers may have gaps
+        require(self.size >= 2, f"data.tokenizer={name} knows {self.size} tokens: there is nothing to learn from fewer than 2")
         self.fingerprint = hashlib.sha256(self._inner.to_str().encode()).hexdigest()
 
     def encode(self, text: str) -> np.ndarray:
@@ -162,6 +167,11 @@ class Subwords:
 
     def decode(self, tokens: Sequence[int]) -> str:
         return self._inner.decode(list(tokens))
+
+
+def reason(error: Exception) -> str:
+    """Returns the kind of an error of another library and the first line of what it says."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def check_hub(setting: str, name: str, repo_type: str = "model") -> None:
@@ -334,6 +344,7 @@ def check_text(settings: TextConfig) -> Tokenizer:
     require(settings.name in NAMES, f"data.name={settings.name} is not one of {', '.join(NAMES)}")
     require(settings.packing in ("stream", "documents"), f"data.packing={settings.packing} is not one of stream, documents")
     require(settings.context >= 2, f"data.context={settings.context} must be at least 2")
+    check_cache(settings.cache)
     whole = settings.name in ("topics", "text8") or (settings.path is not None and Path(settings.path).is_file())
     require(
         not whole or (settings.train_split is None and settings.test_split is None),
@@ -363,26 +374,35 @@ def load_text(settings: TextConfig) -> TextData:
     """
     tokenizer = check_text(settings)
     entry = Path(settings.cache).expanduser() / f"text_{cache_key(settings, tokenizer)}"
-    if not (entry / "meta.json").is_file():
+    found = open_tokenized(entry)
+    if found is None:
         entry.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(dir=entry.parent))
         try:
             tokenize(settings, tokenizer, scratch)
-            try:
-                os.rename(scratch, entry)
-            except OSError:  # another process was faster
-                require((entry / "meta.json").is_file(), f"data.cache={settings.cache}: {entry} is in the way, remove it")
+            publish(scratch, entry, lambda: open_tokenized(entry) is not None)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
-    meta = json.loads((entry / "meta.json").read_text())
-    splits = [
-        TokenSplit(np.load(entry / f"{name}.npy", mmap_mode="r"), np.load(entry / f"{name}_ends.npy"), meta["characters"][name])
-        for name in ("train", "test")
-    ]
-    rows = [
-        cut_rows(split, settings.context, settings.packing, name) for split, name in zip(splits, ("train", "test"), strict=True)
-    ]
-    return TextData(settings.name, tokenizer, *rows, f"{tokenizer.fingerprint[:16]}/{meta['fingerprint']}")
+        found = open_tokenized(entry)
+    splits, fingerprint = found
+    rows = [cut_rows(split, settings.context, settings.packing, name) for name, split in splits.items()]
+    return TextData(settings.name, tokenizer, *rows, f"{tokenizer.fingerprint[:16]}/{fingerprint}")
+
+
+def open_tokenized(entry: Path) -> tuple[dict[str, TokenSplit], str] | None:
+    """Returns the splits and the fingerprint that a folder of the cache holds; None where it is not there or damaged."""
+    try:
+        meta = json.loads((entry / "meta.json").read_text())
+        splits = {
+            name: TokenSplit(
+                np.load(entry / f"{name}.npy", mmap_mode="r"), np.load(entry / f"{name}_ends.npy"), meta["characters"][name]
+            )
+            for name in ("train", "test")
+        }
+        whole = all(split.ends[-1] == len(split.tokens) for split in splits.values())
+        return (splits, meta["fingerprint"]) if whole else None
+    except (OSError, EOFError, ValueError, KeyError, TypeError, IndexError):
+        return None
 
 
 def cache_key(settings: TextConfig, tokenizer: Tokenizer) -> str:
@@ -476,12 +496,11 @@ def file_documents(path: Path, settings: TextConfig) -> Iterator[str]:
     if path.suffix in (".parquet", ".arrow"):
         from datasets import Dataset
 
-        table = Dataset.from_parquet(str(path)) if path.suffix == ".parquet" else Dataset.from_file(str(path))
-        require(
-            settings.text_column in table.column_names,
-            f"data.text_column={settings.text_column} is not in {path}, which has {', '.join(table.column_names)}",
-        )
-        yield from (text for text in table[settings.text_column] if text)
+        try:
+            table = Dataset.from_parquet(str(path)) if path.suffix == ".parquet" else Dataset.from_file(str(path))
+        except Exception as error:  # the library's errors share no base class
+            raise SettingError(f"data.path: {path} cannot be read ({reason(error)})") from None
+        yield from text_of(table, settings, str(path))
         return
     try:
         text = path.read_text(encoding="utf-8")
@@ -493,6 +512,17 @@ def file_documents(path: Path, settings: TextConfig) -> Iterator[str]:
         yield text
 
 
+def text_of(table: Any, settings: TextConfig, where: str) -> Iterator[str]:
+    """Yields the text of a data set's column, row by row, without those that have none."""
+    features, column = table.features, settings.text_column
+    require(column in features, f"data.text_column={column} is not in {where}, which has {', '.join(features)}")
+    kind = getattr(features[column], "dtype", None)
+    require(
+        kind in ("string", "large_string", "null"), f"data.text_column={column} of {where} holds no text, but {kind or 'more'}"
+    )
+    yield from (text for text in table[column] if text)
+
+
 def hub_documents(settings: TextConfig, split: str) -> Iterator[str]:
     """Yields the documents of a set on the hub, or of a folder in its layout; without a test split, of its last 5%."""
     from datasets import load_dataset
@@ -500,11 +530,9 @@ def hub_documents(settings: TextConfig, split: str) -> Iterator[str]:
     own = settings.train_split or "train" if split == "train" or settings.test_split is None else settings.test_split
     try:
         table = load_dataset(settings.path, split=own)
-        column = table[settings.text_column]
     except Exception as error:  # the library's errors share no base class
-        raise SettingError(f"data.path={settings.path} cannot be read ({type(error).__name__}: {error})") from None
-    first, second = int(len(column) * TRAIN_SHARE), int(len(column) * (TRAIN_SHARE + VALIDATION_SHARE))
-    wanted = range(len(column))
+        raise SettingError(f"data.path={settings.path} cannot be read ({reason(error)})") from None
+    first, second = int(len(table) * TRAIN_SHARE), int(len(table) * (TRAIN_SHARE + VALIDATION_SHARE))
     if settings.test_split is None:
-        wanted = range(first) if split == "train" else range(second, len(column))
-    yield from (column[index] for index in wanted if column[index])
+        table = table.select(range(first) if split == "train" else range(second, len(table)))
+    yield from text_of(table, settings, f"data.path={settings.path}")

@@ -6,9 +6,9 @@ measured, so what is random in an estimate is in its protocol.
 
 import importlib.metadata
 import math
+import zipfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +19,7 @@ from torch import Tensor
 from config import SettingError, require
 from data import step_indices
 from randomness import generator
-from text_data import Rows, check_hub
+from text_data import Rows, check_hub, reason
 from text_model import LanguageModel, MaskedDiffusion, NextToken, TokenDiffusion, token_losses
 
 GIVEN_AWAY_DRAWS = 2000  # tokens whose noisy embeddings are drawn to tell what they give away
@@ -60,7 +60,7 @@ def row_draws(seed: int, purpose: str, numbers: range, *shape: int, normal: bool
 def next_token_nats(model: LanguageModel, rows: Rows, count: int | None, batch_size: int, seed: int) -> float:
     """Returns the exact cross-entropy of the plain model, nats per token.
 
-    A recurrent model repeats its core as often as it did on average in training, from a random state.
+    A recurrent model repeats its core as often as its setting says, from a random state.
     """
     objective, network = model.objective, model.network(0)
     total, tokens_seen = 0.0, 0
@@ -106,8 +106,7 @@ def masked_nats(
                 uniform = row_draws(seed + cell + draws * block, "heldout_mask", numbers, tokens.shape[1]).to(model.device)
                 losses = objective.losses(model.network(block), tokens, documents, t, uniform, model.autocast())
                 sums[block, cell] += width * (losses * counts).sum(dtype=torch.float64).item()
-    one = torch.zeros((), dtype=torch.float64)
-    hidden = 1 - float(objective.alpha(one))
+    hidden = 1 - float(objective.alpha(torch.zeros((), dtype=torch.float64)))
     return cells_of(model, sums / tokens_seen, logarithmic=False), {
         "reconstruction": hidden * math.log(vocabulary),
         "prior": 0.0,
@@ -195,7 +194,7 @@ def likelihood(model: LanguageModel, rows: Rows, *, count: int | None, batch_siz
     whole = count is None or count >= len(rows)
     counted = int(rows.counted.sum() if whole else rows.counted[:count].sum())
     protocol = {"rows": len(rows) if whole else count, "tokens": counted, "split": "test", "context": rows.context, "seed": seed}
-    per_token = counted / int(rows.counted.sum()) * rows.split.characters / counted  # characters
+    per_token = rows.split.characters / int(rows.counted.sum())  # characters
     if isinstance(objective, NextToken):
         nats = next_token_nats(model, rows, count, batch_size, seed)
         metric = f"exact, {round(objective.recurrence)} repetitions of the core" if objective.recurrence else "exact"
@@ -356,7 +355,7 @@ def load_causal(setting: str, name: str) -> tuple[Any, Any]:
     try:
         return AutoTokenizer.from_pretrained(name), AutoModelForCausalLM.from_pretrained(name).eval()
     except Exception as error:  # the library's errors share no base class
-        raise SettingError(f"{setting}={name} cannot be read as a causal model ({type(error).__name__}: {error})") from None
+        raise SettingError(f"{setting}={name} cannot be read as a causal model ({reason(error)})") from None
 
 
 @torch.no_grad()
@@ -415,6 +414,31 @@ def mauve_scores(
     return {"mauve": float(np.mean(values)), "mauve_spread": float(np.std(values, ddof=1)) if seeds > 1 else 0.0}
 
 
+def given_features(path: str, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns features that are given in an .npz: of `count` generated texts, (count, D), and of references, (m, D).
+
+    Raises:
+        SettingError: no such file, another content, or features of another number of texts.
+    """
+    try:
+        with np.load(path) as given:
+            generated, reference = given["generated"], given["reference"]
+    except (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
+        raise SettingError(
+            f"eval.features={path} is not an .npz with `generated` and `reference` ({reason(error)}): give another, or a model"
+        ) from None
+    shapes = generated.shape, reference.shape
+    require(
+        generated.ndim == reference.ndim == 2 and generated.shape[1] == reference.shape[1] and len(reference) > 0,
+        f"eval.features={path} must have `generated` (n, D) and `reference` (m, D), not {shapes[0]} and {shapes[1]}",
+    )
+    require(
+        len(generated) == count,
+        f"eval.features={path} has features of {len(generated)} generated texts, there are {count} by sampler.num_samples",
+    )
+    return generated, reference
+
+
 def mauve_result(
     texts: Sequence[str], references: Sequence[str], features: str, device: torch.device, **settings: Any
 ) -> tuple[dict[str, float], dict[str, Any]]:
@@ -424,12 +448,7 @@ def mauve_result(
         features: a model by path or name, or an .npz with `generated` and `reference`, (n, D) and (m, D), of these texts.
     """
     if features.endswith(".npz"):
-        with np.load(features) as given:
-            generated, reference = given["generated"], given["reference"]
-        require(
-            len(generated) == len(texts),
-            f"eval.features={features} has features of {len(generated)} generated texts, there are {len(texts)}",
-        )
+        generated, reference = given_features(features, len(texts))
     else:
         generated, reference = (text_features(list(both), features, device) for both in (texts, references))
     protocol = {
@@ -445,8 +464,8 @@ def mauve_result(
     return mauve_scores(generated, reference, **settings), protocol
 
 
-def check_scores(features: str | None, perplexity: Sequence[str]) -> None:
-    """Refuses models and features that are not there, before any work.
+def check_scores(features: str | None, perplexity: Sequence[str], count: int) -> None:
+    """Refuses models and features that are not there, before any work; `count` texts are to be drawn.
 
     Raises:
         SettingError: what is missing.
@@ -457,7 +476,7 @@ def check_scores(features: str | None, perplexity: Sequence[str]) -> None:
         except importlib.metadata.PackageNotFoundError:
             raise SettingError("eval.features needs mauve-text: pip install '.[text]', or set eval.features=null") from None
         if features.endswith(".npz"):
-            require(Path(features).is_file(), f"eval.features={features}: there is no such file")
+            given_features(features, count)
         else:
             load_causal("eval.features", features)
     for name in perplexity:

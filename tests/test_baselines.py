@@ -66,6 +66,14 @@ def test_supervised_contrastive_averages_over_positives_and_caps_the_margin():
     assert loss.tolist() == pytest.approx([first] * 3 + [second] * 2, rel=1e-5)
 
 
+def test_the_contrast_is_in_float32_under_autocast():
+    features = torch.randn(12, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
+    exact = supervised_contrastive(features.float(), torch.arange(6).repeat(2), 0.15, 0.1)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = supervised_contrastive(features, torch.arange(6).repeat(2), 0.15, 0.1)
+    assert loss.dtype == torch.float32 and torch.equal(loss, exact)
+
+
 def test_margins_are_linear():
     objective = baselines.ContrastiveForwardForward(4, 0)
     assert [objective.margin(layer) for layer in range(4)] == pytest.approx([0.4, 0.3, 0.2, 0.1])
@@ -258,6 +266,22 @@ def test_resume_is_exact_and_scores_are_written(method, cache, tmp_path, monkeyp
     assert first["kind"] == "classification" and first["protocol"]["images"] == 360
     assert {"accuracy", "top5", "cross_entropy", "shuffled_accuracy"} <= first["scores"].keys()
     assert results[-1]["kind"] == "training_cost" and all(value > 0 for value in results[-1]["scores"].values())
+
+
+@pytest.mark.parametrize(("method", "block"), [("greedy", 2), ("forward_forward", 1)])
+def test_what_is_finished_drops_nothing(method, block):
+    """Of networks with dropout, in training, those that a step does not train give what they give in use."""
+    config = make_classifier(method, model={"dropout": 0.5})
+    modules, objective = parts_of(config), classification.build_objective(config)
+    trained = classification.trained_parts(config, block)
+    modes = []
+    for name, module in modules.items():
+        module.train()
+        if name not in trained:
+            module.register_forward_pre_hook(lambda module, _: modes.append((module.training, torch.is_grad_enabled())))
+    batch = torch.randn(8, 1, 8, 8), torch.arange(8)
+    objective.training_loss(modules, batch, Draw(block, 0, 8, slice(0, 8)), None)
+    assert set(modes) == {(False, False)} and all(module.training for module in modules.values())
 
 
 def test_a_block_holds_its_share(cache, tmp_path):

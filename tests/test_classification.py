@@ -279,6 +279,13 @@ def test_edges_from_a_pilot(trained, cache):
         fit_config(cache, "unused", partition=cut, objective={"sigma_max": 7.0})
 
 
+@pytest.mark.parametrize("content", ["{not json", "7", '[{"title": "x"}]', '[{"kind": "label_denoising"}]'])
+def test_a_pilot_with_damaged_results_is_refused(content, tmp_path):
+    (tmp_path / "results.json").write_text(content)
+    with pytest.raises(SettingError, match="results.json is not a list of results"):
+        make_classifier(partition={"name": "cross_entropy", "pilot": str(tmp_path)})
+
+
 def test_blocks_train_apart_to_the_bit(cache, tmp_path):
     """With a fixed table, a job that owns one block gives the bits of the job that owns all."""
     settings = {"data": {"cache": str(cache)}, "mode": "train"}
@@ -336,6 +343,13 @@ REFUSED = [
     ("model.adaLN", {"model": {"adaLN": "zero"}}),
     ("sigma_max", {"objective": {"sigma_max": 0.01}}),
     ("partition.pilot", {"partition": {"name": "cross_entropy"}}),
+    ("mlp_ratio=0.01 leaves", {"model": {"mlp_ratio": 0.01}}),
+    ("mlp_ratio=inf must", {"model": {"mlp_ratio": math.inf}}),
+    ("model.width=4: model.adaLN", {"model": {"width": 4, "heads": 1, "adaLN": "released"}}),
+    ("objective.eta=-1", {"method": "noprop_ct", "network": "cnn", "objective": {"eta": -1.0}}),
+    ("objective.eta=nan", {"method": "noprop_dt", "network": "cnn", "objective": {"eta": math.nan}}),
+    ("batch_size=1: the samples", {"method": "noprop_dt", "network": "cnn", "train": {"batch_size": 1}}),
+    ("batch_size=1: the samples", {"method": "forward_forward", "train": {"batch_size": 1}}),
     ("results.json is missing", {"partition": {"name": "cross_entropy", "pilot": "nowhere"}}),
     ("eval.bridge", {"eval": {"bridge": "middle"}}),
     ("eval.label_steps", {"eval": {"label_steps": [0]}}),

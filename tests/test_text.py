@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -729,6 +730,89 @@ def test_bad_text_is_refused_in_a_sentence(
     plain = {"name": "files", "path": str(tmp_path / "file.txt"), "context": 4, "cache": str(tmp_path / "cache")}
     with pytest.raises(SettingError, match=sentence):
         text_data.load_text(TextConfig(**{**plain, **settings}))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "sentence"),
+    [
+        ("a.parquet", b"junk", "a.parquet cannot be read"),
+        ("a.arrow", b"junk", "a.arrow cannot be read"),
+        ("a.parquet", {"other": ["text"] * 40}, "data.text_column=text is not in"),
+        ("a.parquet", {"text": [1, 2] * 40}, "holds no text, but int64"),
+        ("a.parquet", {"text": [["a"]] * 40}, "holds no text"),
+        ("a.parquet", {"text": [None, None] * 40}, "is empty"),
+    ],
+)
+def test_damaged_files_and_wrong_columns_are_refused_in_a_sentence(
+    name: str, content: bytes | dict, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    import pyarrow
+    from pyarrow import parquet
+
+    path = tmp_path / name
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        parquet.write_table(pyarrow.table(content), path)
+    with pytest.raises(SettingError, match=sentence) as caught:
+        text_data.load_text(TextConfig("files", path=str(path), context=4, tokenizer="bytes", cache=str(tmp_path / "cache")))
+    assert "\n" not in str(caught.value)
+
+
+def word_tokenizer(path: Path, *words: str, **numbers: int) -> Any:
+    """Writes a tokenizer of whole words, numbered in their order or as given, and returns it."""
+    import tokenizers
+
+    known = {word: number for number, word in enumerate(words)} | numbers
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(known, unk_token=words[0]))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    inner.save(str(path))
+    return inner
+
+
+def test_a_tokenizer_is_given_the_whole_text(tmp_path: Path):
+    """Truncation and padding, which many files of tokenizers come with, are for batches of sentences."""
+    inner = word_tokenizer(tmp_path / "plain.json", "</s>", "the", "cat")
+    inner.enable_truncation(4)
+    inner.enable_padding(length=8)
+    inner.save(str(tmp_path / "cutting.json"))
+    plain, cutting = (text_data.Subwords(str(tmp_path / name)) for name in ("plain.json", "cutting.json"))
+    assert cutting.encode("the cat " * 9).tolist() == [1, 2] * 9 and len(cutting.encode("the")) == 1
+    assert plain.fingerprint == cutting.fingerprint
+    assert plain.separator == 0
+
+
+def test_tokens_are_numbered_with_gaps_or_are_too_few(tmp_path: Path):
+    word_tokenizer(tmp_path / "gaps.json", "none", "the", cat=9)
+    assert text_data.Subwords(str(tmp_path / "gaps.json")).size == 10
+    word_tokenizer(tmp_path / "one.json", "none")
+    with pytest.raises(SettingError, match="one.json knows 1 tokens"):
+        text_data.Subwords(str(tmp_path / "one.json"))
+
+
+@pytest.mark.parametrize("harm", ["cut", "gone", "meta", "swapped"])
+def test_a_damaged_cache_of_tokens_is_made_again(harm: str, tmp_path: Path):
+    (tmp_path / "file.txt").write_text("the cat sat on the mat " * 50)
+    settings = TextConfig("files", path=str(tmp_path / "file.txt"), context=4, cache=str(tmp_path / "cache"))
+    before = text_data.load_text(settings)
+    (entry,) = (tmp_path / "cache").iterdir()
+    tokens = entry / "train.npy"
+    if harm == "cut":
+        tokens.write_bytes(tokens.read_bytes()[:-50])
+    elif harm == "gone":
+        tokens.unlink()
+    elif harm == "meta":
+        (entry / "meta.json").write_text("{")
+    else:
+        np.save(tokens, np.zeros(7, dtype=np.uint8))
+    again = text_data.load_text(settings)
+    assert again.fingerprint == before.fingerprint and len(again.train) == len(before.train)
+
+
+def test_a_cache_that_cannot_be_written_is_refused(tmp_path: Path):
+    (tmp_path / "file").write_text("the cat sat on the mat")
+    with pytest.raises(SettingError, match="data.cache"):
+        text_data.check_text(TextConfig("files", path=str(tmp_path / "file"), context=4, cache=str(tmp_path / "file" / "cache")))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Runs of language models: every overlay composed, shrunk and run; resume and merge to the bit; what is refused."""
 
+import inspect
 import json
 from pathlib import Path
 
@@ -18,6 +19,7 @@ import text
 from checkpoint import load_model, read_run
 from config import Config, SettingError
 from experiments import collect
+from kinds import KINDS
 
 SMALL = ("model.width=16", "model.heads=2", "model.condition_width=8", "train.batch_size=4", "train.micro_batch=null")
 SMALL += ("train.steps=3", "train.warmup_steps=1", "train.precision=fp32", "log.progress=false", "threads=1")
@@ -72,17 +74,33 @@ def tokenizer_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("experiment", EMBEDDED)
 def test_embedded_experiments_train_generate_and_score(experiment: str, tmp_path: Path):
-    folder = run(tmp_path, f"experiment={experiment}")
+    folder = run(tmp_path, f"experiment={experiment}", "train.evaluate_every=1")
     found = results(folder)
+    curve = [json.loads(line) for line in (folder / "heldout.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in curve] == list(range(1, len(curve) + 1))
+    assert curve[-1]["bits_per_character"] == pytest.approx(found["likelihood"]["scores"]["bits_per_character"])
     assert {"training_cost", "likelihood", "heldout_text", "generated_text"} <= found.keys()
     assert found["likelihood"]["scores"]["bits_per_character"] > 1
     assert len((folder / found["generated_text"]["texts"]).read_text().split("\n\n")) == 3
     assert found["generated_text"]["protocol"]["sampler"]["temperature"] == 1.0
     again = composed(
-        f"folder={folder}", "mode=sample", "sampler=text", "sampler.temperature=0.5", f"data.cache={tmp_path / 'cache'}"
+        f"folder={folder}", "mode=sample", "sampler=text", "sampler.temperature=0.6", f"data.cache={tmp_path / 'cache'}"
     )
-    assert (again.sampler.temperature, again.sampler.length) == (0.5, 8)
+    assert (again.sampler.temperature, again.sampler.length) == (0.6, 8)
+    before = len(list(folder.glob("samples/*/tokens.npy")))
+    pipeline.run(again)
+    assert len(list(folder.glob("samples/*/tokens.npy"))) == before + 1
     assert again.model.width == 16 and again.objective.name == found["training_cost"]["protocol"]["trained"]["objective"]["name"]
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_every_kind_answers_what_the_pipeline_asks(kind: str):
+    """By the number of arguments that pipeline.py and profiling.py give; a classifier draws nothing."""
+    asked = {"check": 1, "load": 1, "source": 3, "plot_partition": 2, "measure": 4, "evaluate": 6, "sample_sets": 1}
+    if kind not in ("vit", "noprop_cnn"):
+        asked |= {"preview": 5, "sample": 6}
+    for name, count in asked.items():
+        inspect.signature(getattr(KINDS[kind], name)).bind(*range(count))
 
 
 @pytest.mark.parametrize("experiment", PAPER)
@@ -252,6 +270,9 @@ def test_mauve_and_perplexity_from_given_features_and_local_models(tmp_path: Pat
         (("experiment=text_masked", "partition=equal_nats"), "partition.pilot"),
         (("experiment=text_masked", "partition=equal_nats", "partition.pilot=nowhere"), "is missing: train"),
         (("experiment=text_ar", "sampler.length=17"), "more than data.context"),
+        (("experiment=text_ar", "sampler.prompt=16", "sampler.length=null"), "sampler.prompt=16 leaves nothing"),
+        (("experiment=text_ar", "sampler.prompt=20", "sampler.length=null"), "sampler.prompt=20 leaves nothing"),
+        (("experiment=text_ar", "sampler.rho=0"), "sampler.rho"),
         (("experiment=text_ar", "sampler.temperature=0"), "above 0"),
         (("experiment=text_ar", "sampler.top_p=0"), "sampler.top_p"),
         (("experiment=text_ar", "sampler.prompts=2"), "no meaning"),
@@ -271,6 +292,34 @@ def test_what_cannot_work_is_one_sentence(overrides: tuple, sentence: str, tmp_p
     assert not list(tmp_path.glob("runs/*/config.yaml"))
 
 
+@pytest.mark.parametrize(
+    ("arrays", "sentence"),
+    [
+        (None, "not an .npz"),
+        ({"generated": (3, 2)}, "not an .npz"),
+        ({"generated": (3, 2), "reference": (3, 4)}, "must have `generated`"),
+        ({"generated": (3,), "reference": (3,)}, "must have `generated`"),
+        ({"generated": (2, 4), "reference": (3, 4)}, "there are 3 by sampler.num_samples"),
+    ],
+)
+def test_features_that_do_not_fit_are_refused_before_training(arrays: dict | None, sentence: str, tmp_path: Path):
+    path = tmp_path / "given.npz"
+    path.write_bytes(b"junk")
+    if arrays is not None:
+        np.savez(path, **{name: np.zeros(shape) for name, shape in arrays.items()})
+    with pytest.raises(SettingError, match=sentence):
+        run(tmp_path, "experiment=text_ar", f"eval.features={path}")
+    assert not list(tmp_path.glob("runs/*/config.yaml"))
+
+
+def test_held_out_documents_too_short_to_compare_with_are_refused_before_training(tmp_path: Path):
+    (tmp_path / "lines.txt").write_text("the cat sat\n" * 40)
+    settings = ("experiment=text_ar", "data=text_files", f"data.path={tmp_path / 'lines.txt'}", "data.tokenizer=bytes")
+    with pytest.raises(SettingError, match="no held-out document is that long"):
+        run(tmp_path, *settings, "data.packing=documents", "sampler.length=12")
+    assert not list(tmp_path.glob("runs/*/config.yaml"))
+
+
 def test_a_tokenizer_that_changed_is_refused(tmp_path: Path, tokenizer_file: Path):
     (tmp_path / "a.txt").write_text("the cat sat on the mat " * 60)
     (tmp_path / "tokenizer.json").write_text(tokenizer_file.read_text())
@@ -284,6 +333,8 @@ def test_a_tokenizer_that_changed_is_refused(tmp_path: Path, tokenizer_file: Pat
     text.load_tokenizer.cache_clear()
     with pytest.raises(SettingError, match="another one now"):
         run(tmp_path, *settings)
+    with pytest.raises(SettingError, match="another one now"):  # without the text, as for mode=sample
+        load_model(tmp_path / "run")
 
 
 def test_the_command_line_ends_with_one_line(tmp_path: Path):
