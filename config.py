@@ -464,6 +464,12 @@ def require_dit(config: Config, setting: str, asked: bool) -> None:
     require(not asked or config.model.name == "dit", f"{setting} is not there for model={config.model.name}: leave it out")
 
 
+# What the modes of cost set themselves (checkpointing, offload, and for a plan the micro-batch) or do not measure.
+NOT_MEASURED = {
+    "profile": ("blocks", "offload", "parallel", "shard", "activation_checkpointing", "compile"),
+    "plan": ("blocks", "offload", "parallel", "shard", "activation_checkpointing", "compile", "micro_batch"),
+}
+
 # The groups that decide the trained weights.
 TRAINED = ("data", "model", "objective", "method", "partition", "train", "seed")
 
@@ -497,6 +503,10 @@ def check_typed(config: Config, overrides: list[str]) -> None:
         require(
             not (key == "sampler.guidance" and scored is not None and config.mode in ("run", "evaluate")),
             f"sampler.guidance was typed, but eval.guidance={scored} names the scales that are scored: type that",
+        )
+        require(
+            group != "train" or key.partition(".")[2] not in NOT_MEASURED.get(config.mode, ()),
+            f"{key} was typed, but mode={config.mode} says itself what varies in one block's eager steps: leave it out",
         )
         if config.model.name in LANGUAGE_MODELS:
             check_typed_for_text(config, key)
@@ -632,6 +642,8 @@ def unify(config: Config) -> None:
         config.train = dataclasses.replace(config.train, block_probability="uniform")
     if trained_blocks(config) == 1:
         config.train = dataclasses.replace(config.train, block_order="shuffled", block_probability="uniform")
+    if (config.train.micro_batch or 0) >= config.train.batch_size:
+        config.train = dataclasses.replace(config.train, micro_batch=None)
     if cut.num_blocks == 1:
         config.train = dataclasses.replace(config.train, match="layer_work")
     if config.train.blocks != "all":
@@ -1050,8 +1062,10 @@ def validate_latents(data: LatentsConfig) -> None:
 
 
 def validate_layers(config: Config) -> None:
-    """Refuses layers that do not fit the blocks."""
+    """Refuses layers that do not fit the blocks; end to end is not cut, whatever the configuration says of a partition."""
     cut = config.partition
+    if config.method.name == "end_to_end":
+        return
     at_least("partition.num_blocks", cut.num_blocks, 1)
     require(
         config.method.name != "shallow" or cut.layers is None,

@@ -221,7 +221,7 @@ def begin(folder: Path, plan: dict[str, Any], splits: dict[str, Split]) -> None:
     """Writes plan and labels, or makes sure that what is there was begun by the same plan."""
     path = folder / "plan.json"
     if path.exists():
-        found = differences(plan, json.loads(path.read_text()))
+        found = differences(plan, read_json(path))
         require(
             not found, f"data.cache: {folder} holds other latents ({'; '.join(found[:3])}): name another folder, or remove it"
         )
@@ -404,6 +404,33 @@ class LatentData:
         )
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """Returns what a file of the set holds.
+
+    Raises:
+        SettingError: it was damaged.
+    """
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise SettingError(
+            f"data.cache: {path} is damaged ({error}): bring the file back, or encode into another folder"
+        ) from None
+
+
+def read_labels(folder: Path, split: str) -> np.ndarray:
+    """Returns a split's labels, (N,) int64.
+
+    Raises:
+        SettingError: the file is missing or was cut off.
+    """
+    path = folder / f"{split}_labels.npy"
+    try:
+        return np.load(path)
+    except (OSError, ValueError, EOFError) as error:
+        raise SettingError(f"data.cache: {path} cannot be read ({error}): bring it back, or encode into another folder") from None
+
+
 def read_info(settings: LatentsConfig) -> dict[str, Any]:
     """Returns latents.json after comparing it with the settings.
 
@@ -413,10 +440,10 @@ def read_info(settings: LatentsConfig) -> dict[str, Any]:
     folder = shard_folder(settings)
     path = folder / "latents.json"
     require(path.is_file(), f"data.cache: {folder} holds no latents: run mode=encode with the same settings first")
-    info = json.loads(path.read_text())
+    info = read_json(path)
     wanted = {"format": FORMAT, "vae": settings.vae, "image_size": settings.image_size}
     wanted["shape"] = [settings.channels, settings.size, settings.size]
-    found = differences(wanted, {key: info[key] for key in wanted}, "data")
+    found = differences(wanted, {key: info.get(key) for key in wanted}, "data")
     require(not found, f"{path} does not fit: {'; '.join(found)}: encode into another data.cache")
     require(
         settings.num_classes in (0, info["num_classes"]),
@@ -454,7 +481,7 @@ def load(settings: LatentsConfig, sigma_data: float) -> LatentData:
     splits = [
         Split(
             Shards([folder / name for name, own, *_ in shard_ranges(info) if own == split]),
-            np.load(folder / f"{split}_labels.npy"),
+            read_labels(folder, split),
         )
         for split in SPLITS
     ]
@@ -473,7 +500,7 @@ def load(settings: LatentsConfig, sigma_data: float) -> LatentData:
 def verify(folder: Path, shards: list[dict[str, Any]]) -> None:
     """Compares every shard with its checksum; what was compared before and has not changed since is not read again."""
     path = folder / "verified.json"
-    known = json.loads(path.read_text()) if path.exists() else {}
+    known = read_json(path) if path.exists() else {}
     stamps = {}
     for shard in tqdm(shards, desc="checksums", disable=None):
         file = folder / shard["name"]

@@ -365,7 +365,7 @@ def step_memory(
 
         def keep(tensor: Tensor, kept: dict[int, int] = kept) -> Tensor:
             kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-            return tensor
+            return tensor.detach()  # a result that its own operation keeps would never be freed with its history
 
         draw = Draw(block, 0, batch_size, slice(0, batch_size))
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):

@@ -211,6 +211,7 @@ def saved_bytes(loss: Callable[[], Tensor], held: Iterable[Tensor]) -> int:
     kept: dict[int, Tensor] = {}  # the tensors themselves, so that no address is used twice
 
     def pack(tensor: Tensor) -> Tensor:
+        tensor = tensor.detach()  # a result that its own operation keeps would never be freed with its history
         kept[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
@@ -362,7 +363,7 @@ def check_room(config: Config, counts: Counts, hardware: Hardware) -> None:
 
 
 def measure(job: Job, costs: Costs, checkpointing: bool) -> dict[str, Any]:
-    """Returns a row of the profile: one block, with or without checkpointing."""
+    """Returns a row of the profile, but for sampling: one block, with or without checkpointing."""
     settings, device, counts = job.config.train, job.hardware.device, costs.counts
     job.set_checkpointing(checkpointing)
     samples = settings.micro_batch or settings.batch_size
@@ -398,7 +399,6 @@ def measure(job: Job, costs: Costs, checkpointing: bool) -> dict[str, Any]:
         "predicted_seconds": step_operations / costs.rate,
         "outside_share": statistics.median(share_outside(job) for _ in range(ROUNDS)),
         "all_blocks_seconds": blocks * seconds,
-        "sample_seconds": sample_seconds(job),
     }
 
 
@@ -446,7 +446,9 @@ def profile(config: Config, hardware: Hardware, folder: Path) -> None:
     rows = []
     for num_blocks in cuts(config):
         job = make_job(variant(config, num_blocks), hardware)
-        rows += [measure(job, costs[num_blocks], checkpointing) for checkpointing in (False, True)]
+        pair = [measure(job, costs[num_blocks], checkpointing) for checkpointing in (False, True)]
+        sampling = sample_seconds(job)  # which keeps nothing for a backward pass
+        rows += [{**row, "sample_seconds": sampling} for row in pair]
         del job  # before the next one is built
     for row in rows:
         end_to_end = next(r for r in rows if r["num_blocks"] == 1 and r["checkpointing"] == row["checkpointing"])
@@ -619,9 +621,10 @@ def plan(config: Config, hardware: Hardware, folder: Path) -> None:
     ]
     least = min(rows, key=lambda row: row["bytes"])
     if not any(row["fits"] for row in rows):
+        ways = {"train.activation_checkpointing=true": least["checkpointing"], "train.offload=true": least["offload"]}
         raise SettingError(
             f"memory={config.memory} holds no cut of this model: the smallest needs {mebi(least['bytes'])} MiB, with "
-            f"partition.num_blocks={least['num_blocks']}, train.micro_batch=1, activation checkpointing and offload"
+            + " ".join([f"partition.num_blocks={least['num_blocks']}", "train.micro_batch=1", *(w for w in ways if ways[w])])
         )
     rows.sort(key=lambda row: (not row["fits"], row["all_blocks_seconds"], row["bytes"]))
     with checkpoint.locked(folder):

@@ -272,6 +272,13 @@ def test_changed_shards_are_refused(folder, encoded, tmp_path):
     shard.unlink()
     with pytest.raises(SettingError, match=r"train_000001\.npy is missing"):
         latents.load(chosen, 0.5)
+    shard.write_bytes(whole)
+    (latents.shard_folder(chosen) / "test_labels.npy").unlink()
+    with pytest.raises(SettingError, match=r"test_labels\.npy cannot be read"):
+        latents.load(chosen, 0.5)
+    (latents.shard_folder(chosen) / "latents.json").write_text("{")
+    with pytest.raises(SettingError, match=r"latents\.json is damaged"):
+        latents.load(chosen, 0.5)
 
 
 def test_a_full_disk_leaves_nothing_half_written(folder, encoded, tmp_path, monkeypatch):

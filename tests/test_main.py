@@ -10,7 +10,7 @@ import time
 
 import numpy as np
 import pytest
-from conftest import ROOT, TINY, command_line
+from conftest import ROOT, TINY, command_line, make_config
 from test_train import state
 
 import sampler
@@ -189,6 +189,8 @@ BAD = [
     (["train.precision=fp8"], "train.precision"),
     (["train.batch_size=many"], "batch_size"),
     (["train.offload=true"], "train.offload"),
+    (["mode=profile", "train.compile=true"], "train.compile was typed"),
+    (["mode=plan", "memory=1GiB", "train.micro_batch=4"], "train.micro_batch was typed"),
     (["train.switch_every=0"], "train.switch_every"),
     (["sampler.resident=two"], "sampler.resident"),
     (["model.patch_size=3"], "patch_size"),
@@ -250,6 +252,12 @@ def test_bad_settings_are_refused_in_a_sentence(overrides, names, tmp_path, monk
     assert re.search(names, printed), printed
     assert "Traceback" not in printed
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_end_to_end_needs_no_layer_for_each_block():
+    """Of a cut that the method does not make nothing is refused; a micro-batch as large as the batch is none."""
+    config = make_config(method={"name": "end_to_end"}, model={"depth": 1}, train={"micro_batch": 64, "batch_size": 8})
+    assert config.partition.num_blocks == 1 and config.train.micro_batch is None
 
 
 def test_what_memory_cannot_hold_is_said_in_a_sentence(tmp_path, monkeypatch, cache):

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import weakref
 
 import pytest
 import torch
@@ -40,6 +41,19 @@ def test_saved_bytes_of_a_known_graph():
         return (y * y).sum()
 
     assert profiling.saved_bytes(loss, [weight]) == 64 + 32
+
+
+def test_what_was_counted_is_freed():
+    """A result that its own operation keeps, as that of an exponential, does not hold itself for ever."""
+    x, found = torch.ones(8, requires_grad=True), []
+
+    def loss():
+        y = x.exp()
+        found.append(weakref.ref(y))
+        return y.sum()
+
+    profiling.saved_bytes(loss, [x])
+    assert found[0]() is None
 
 
 @kinds
