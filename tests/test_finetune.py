@@ -15,7 +15,6 @@ import families
 import numpy as np
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from conftest import ROOT
 from diffusers import (
     AutoencoderKL,
@@ -294,31 +293,45 @@ def test_what_a_flow_model_predicts_is_its_velocity_on_its_own_clock(clock: str,
     torch.testing.assert_close(z - 0.3 * sign * target, x)
 
 
-def share(rank: int, port: int, config: FinetuneConfig) -> None:
-    """One of two processes, as torch's launcher starts them."""
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": str(port),
-    }
-    AcceleratorState._reset_state(reset_partial_state=True)  # the fork's is that of the one process it comes from
+Signal = tuple[int, int, int]  # after how many steps, its number, to which process
+
+
+def share(rank: int, processes: int, port: int, config: FinetuneConfig, sent: Signal | None) -> None:
+    """One of some processes, as torch's launcher starts them, which may send itself a signal."""
+    torch.set_num_threads(1)
+    if processes > 1:
+        os.environ |= {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(processes),
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": str(port),
+        }
+    count = itertools.count(1)
+
+    def stepped(*args: Any, **kwargs: Any) -> Tensor:
+        loss = train_step(*args, **kwargs)
+        if sent is not None and sent == (next(count), sent[1], rank):
+            os.kill(os.getpid(), sent[1])
+        return loss
+
+    finetune.train_step = stepped
     run(config)
 
 
-def run_apart(config: FinetuneConfig, processes: int) -> list[int]:
-    """Runs a job in one fork or two and returns how they ended."""
+def run_apart(config: FinetuneConfig, processes: int, sent: Signal | None = None) -> list[int | None]:
+    """Runs a job in one fresh process or two and returns how they ended; forks would inherit locks of the tests' threads."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    forks = multiprocessing.get_context("fork")
-    started = [forks.Process(target=share, args=(rank, port, config)) for rank in range(processes)] if processes > 1 else []
-    started = started or [forks.Process(target=run, args=(config,))]
+    fresh = multiprocessing.get_context("spawn")
+    started = [fresh.Process(target=share, args=(rank, processes, port, config, sent)) for rank in range(processes)]
     for process in started:
         process.start()
     for process in started:
         process.join(120)
+        process.kill()
+        process.join()
     return [process.exitcode for process in started]
 
 
@@ -338,40 +351,21 @@ def test_two_processes_equal_one_within_rounding(sd3: Path, embeddings: Path, tm
     assert_close(tmp_path / "one", tmp_path / "two")
 
 
-def signal_at(patch: pytest.MonkeyPatch, step: int, number: int, rank: str | None = None) -> None:
-    """Makes every run, or the process of one rank, send itself a signal after so many steps."""
-    count = itertools.count(1)
-
-    def stepped(*args: Any, **kwargs: Any) -> Tensor:
-        loss = train_step(*args, **kwargs)
-        if next(count) == step and os.environ.get("RANK") == rank:
-            os.kill(os.getpid(), number)
-        return loss
-
-    patch.setattr(finetune, "train_step", stepped)
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
-def test_a_killed_job_goes_on_to_the_bit(
-    sd3: Path, embeddings: Path, tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_job_goes_on_to_the_bit(sd3: Path, embeddings: Path, tmp_path: Path, number: int) -> None:
     run(job(sd3, embeddings, tmp_path / "whole"))
     config = job(sd3, embeddings, tmp_path / "killed", checkpoint_every=2)
-    with monkeypatch.context() as patch:
-        signal_at(patch, 3, number)
-        assert run_apart(config, 1) == [-number if number == signal.SIGKILL else 128 + number]
+    assert run_apart(config, 1, (3, number, 0)) == [-number if number == signal.SIGKILL else 128 + number]
     made = sum(part["step"] for part in checkpoint.read_run(tmp_path / "killed")["parts"].values())
     assert made == (2 if number == signal.SIGKILL else 3)
     run(config)
     assert same(tmp_path / "whole", tmp_path / "killed")
 
 
-def test_a_signal_to_one_process_stops_both(sd3: Path, embeddings: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_to_one_process_stops_both(sd3: Path, embeddings: Path, tmp_path: Path) -> None:
     run(job(sd3, embeddings, tmp_path / "one"))
     config = job(sd3, embeddings, tmp_path / "two")
-    with monkeypatch.context() as patch:
-        signal_at(patch, 3, signal.SIGTERM, rank="1")
-        assert run_apart(config, 2) == [128 + signal.SIGTERM] * 2
+    assert run_apart(config, 2, (3, signal.SIGTERM, 1)) == [128 + signal.SIGTERM] * 2
     assert run_apart(config, 2) == [0, 0]
     assert_close(tmp_path / "one", tmp_path / "two")
 
