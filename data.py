@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 import image_sets
-from config import SettingError
+from config import Config, SettingError
 from image_sets import Split
 from randomness import generator
 
@@ -72,12 +72,13 @@ def to_pixels(x: Tensor, scale: float) -> Tensor:
     return ((x.float() / scale + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
 
 
-def random_images(count: int, channels: int, size: int, num_classes: int, scale: float, flip: bool) -> ImageData:
-    """Returns a set of images of noise, one in both splits, for measurements that do not depend on what they show."""
+def random_images(config: Config) -> ImageData:
+    """Returns images of noise, two batches of the data's shape in both splits, to measure what their content does not change."""
+    settings, count = config.data, 2 * config.train.batch_size
     generator = np.random.default_rng(0)
-    images = generator.integers(0, 256, (count, channels, size, size), dtype=np.uint8)
-    split = Split(images, generator.integers(0, max(num_classes, 1), count))
-    return ImageData("random", split, split, num_classes, scale, "", flip)
+    images = generator.integers(0, 256, (count, settings.channels, settings.size, settings.size), dtype=np.uint8)
+    split = Split(images, generator.integers(0, max(settings.num_classes, 1), count))
+    return ImageData("random", split, split, settings.num_classes, settings.scale or 1.0, "", settings.flip)
 
 
 def check_images(

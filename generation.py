@@ -92,10 +92,7 @@ def source(config: Config, data: ImageData | LatentData, device: torch.device) -
 
 def stand_in(config: Config) -> ImageData:
     """Returns random data for measurements that do not depend on what they show."""
-    data = config.data
-    return data_sets.random_images(
-        2 * config.train.batch_size, data.channels, data.size, data.num_classes, data.scale or 1.0, data.flip
-    )
+    return data_sets.random_images(config)
 
 
 def one_evaluation(

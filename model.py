@@ -3,7 +3,8 @@
 EDM: Karras et al., arXiv 2206.00364. DiffusionBlocks: arXiv 2506.14202, sections 3.2 to 3.4.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -338,6 +339,27 @@ class Model:
         return RoutedDenoiser(self.objective, self.modules, labels, scales, num_classes, self.autocast)
 
 
+def saved_bytes(loss: Callable[[], Tensor], held: Iterable[Tensor]) -> int:
+    """Returns the bytes that autograd keeps for the backward pass, each storage once.
+
+    Args:
+        loss: computes what is to be differentiated.
+        held: tensors that are there anyway: parameters and buffers.
+    """
+    known = {tensor.untyped_storage().data_ptr() for tensor in held}
+    kept: dict[int, Tensor] = {}  # the tensors themselves, so that no address is used twice
+
+    def pack(tensor: Tensor) -> Tensor:
+        tensor = tensor.detach()  # a result that its own operation keeps would never be freed with its history
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        value = loss()
+    assert value.requires_grad
+    return sum(tensor.untyped_storage().nbytes() for address, tensor in kept.items() if address not in known)
+
+
 def step_memory(
     objective: Objective,
     modules: Mapping[str, nn.Module],
@@ -357,22 +379,14 @@ def step_memory(
         state: parameters, gradients, AdamW's moments and EMA, in float32, of the parts that the step trains.
         activations: what autograd keeps for the backward pass of one batch, counted once per storage, without the parameters.
     """
-    parameters = {p.untyped_storage().data_ptr() for module in modules.values() for p in module.parameters()}
+    parameters = [parameter for module in modules.values() for parameter in module.parameters()]
     state, activations = [], []
     for block, names in enumerate(trained):
         state.append(5 * sum(p.numel() * p.element_size() for name in names for p in modules[name].parameters()))
-        kept: dict[int, int] = {}
-
-        def keep(tensor: Tensor, kept: dict[int, int] = kept) -> Tensor:
-            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-            return tensor.detach()  # a result that its own operation keeps would never be freed with its history
-
         draw = Draw(block, 0, batch_size, slice(0, batch_size))
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            # the graph lives until the sum is taken, so that no storage is counted twice under one address
-            loss = objective.training_loss(modules, source.batch(block, 0, batch_size), draw, autocast())
-            activations.append(sum(count for address, count in kept.items() if address not in parameters))
-        del loss
+        batch = source.batch(block, 0, batch_size)
+        loss = functools.partial(objective.training_loss, modules, batch, draw, autocast())
+        activations.append(saved_bytes(loss, parameters))
     return state, activations
 
 

@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
 import checkpoint
@@ -32,7 +31,7 @@ from config import Config, MethodConfig, PartitionConfig, SettingError, require
 from data import Source
 from hardware import Hardware
 from kinds import KINDS, build_objective, trained_parts
-from model import Draw, Objective, part_name
+from model import Draw, Objective, part_name, saved_bytes
 from train import build_part, train_step
 from vit import set_checkpointing
 
@@ -198,27 +197,6 @@ def share_outside(job: Job) -> float:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Bytes and operations
-
-
-def saved_bytes(loss: Callable[[], Tensor], held: Iterable[Tensor]) -> int:
-    """Returns the bytes that autograd keeps for the backward pass, each storage once.
-
-    Args:
-        loss: computes what is to be differentiated.
-        held: tensors that are there anyway: parameters and buffers.
-    """
-    known = {tensor.untyped_storage().data_ptr() for tensor in held}
-    kept: dict[int, Tensor] = {}  # the tensors themselves, so that no address is used twice
-
-    def pack(tensor: Tensor) -> Tensor:
-        tensor = tensor.detach()  # a result that its own operation keeps would never be freed with its history
-        kept[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
-    with saved_tensors_hooks(pack, lambda tensor: tensor):
-        value = loss()
-    assert value.requires_grad
-    return sum(tensor.untyped_storage().nbytes() for address, tensor in kept.items() if address not in known)
 
 
 def activation_bytes(job: Job) -> int:

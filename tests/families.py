@@ -20,6 +20,18 @@ BATCH = 2
 HEADS = {"num_attention_heads": 2, "attention_head_dim": 16}
 FLUX_ROPE = {"axes_dims_rope": (4, 4, 8)}
 TWO_STREAMS = {"num_layers": 2, "num_single_layers": 2}
+WAN = {
+    "patch_size": (1, 2, 2),
+    "num_attention_heads": 2,
+    "attention_head_dim": 12,
+    "in_channels": 4,
+    "out_channels": 4,
+    "text_dim": 24,
+    "freq_dim": 16,
+    "ffn_dim": 32,
+    "num_layers": 4,
+    "rope_max_seq_len": 32,
+}
 
 # Constructor arguments: four layers each.
 MODELS: dict[str, dict[str, Any]] = {
@@ -197,30 +209,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_layers": 4,
         "joint_attention_dim": 24,
     },
-    "WanTransformer3DModel": {
-        "patch_size": (1, 2, 2),
-        "num_attention_heads": 2,
-        "attention_head_dim": 12,
-        "in_channels": 4,
-        "out_channels": 4,
-        "text_dim": 24,
-        "freq_dim": 16,
-        "ffn_dim": 32,
-        "num_layers": 4,
-        "rope_max_seq_len": 32,
-    },
-    "SkyReelsV2Transformer3DModel": {
-        "patch_size": (1, 2, 2),
-        "num_attention_heads": 2,
-        "attention_head_dim": 12,
-        "in_channels": 4,
-        "out_channels": 4,
-        "text_dim": 24,
-        "freq_dim": 16,
-        "ffn_dim": 32,
-        "num_layers": 4,
-        "rope_max_seq_len": 32,
-    },
+    "WanTransformer3DModel": WAN,
+    "SkyReelsV2Transformer3DModel": WAN,
     "LTXVideoTransformer3DModel": {
         **HEADS,
         "in_channels": 4,
@@ -358,16 +348,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "rope_axes_dim": (4, 4, 8),
     },
     "WanVACETransformer3DModel": {
-        "patch_size": (1, 2, 2),
-        "num_attention_heads": 2,
-        "attention_head_dim": 12,
-        "in_channels": 4,
-        "out_channels": 4,
-        "text_dim": 24,
-        "freq_dim": 16,
-        "ffn_dim": 32,
-        "num_layers": 4,
-        "rope_max_seq_len": 32,
+        **WAN,
         "vace_layers": [0, 2],
         "vace_in_channels": 4,
     },
@@ -519,6 +500,19 @@ def allegro_positions() -> Any:
     pair = (torch.ones(4, 4), torch.zeros(4, 4))  # cos, sin
     grid = torch.stack(torch.meshgrid(torch.arange(2), torch.arange(4), torch.arange(4), indexing="ij")).reshape(3, 1, -1)
     return ((pair,) * 3, grid)
+
+
+def autoencoder() -> diffusers.AutoencoderKL:
+    """A tiny random autoencoder with four latent channels, half as many pixels a side."""
+    torch.manual_seed(0)
+    return diffusers.AutoencoderKL(
+        block_out_channels=(8, 8),
+        norm_num_groups=4,
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        latent_channels=4,
+        shift_factor=0.0,
+    )
 
 
 def build(name: str, seed: int = 0, **changes: Any) -> nn.Module:

@@ -13,7 +13,6 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from conftest import make_config
 from diffusers import (
-    AutoencoderKL,
     DDIMScheduler,
     DDPMScheduler,
     DiTPipeline,
@@ -21,7 +20,7 @@ from diffusers import (
     FluxTransformer2DModel,
     StableDiffusion3Pipeline,
 )
-from families import build, inputs, output, watch
+from families import autoencoder, build, inputs, output, watch
 from peft import LoraConfig
 from test_train import fit
 from torch import Tensor, nn
@@ -567,19 +566,6 @@ def test_a_warm_start_that_does_not_fit_is_named(digits: ImageData, tmp_path: Pa
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Pipelines, offline
-
-
-def autoencoder() -> AutoencoderKL:
-    """A tiny random autoencoder with four latent channels, half as many pixels a side."""
-    torch.manual_seed(0)
-    return AutoencoderKL(
-        block_out_channels=(8, 8),
-        norm_num_groups=4,
-        down_block_types=("DownEncoderBlock2D",) * 2,
-        up_block_types=("UpDecoderBlock2D",) * 2,
-        latent_channels=4,
-        shift_factor=0.0,
-    )
 
 
 def sd3_pipeline(transformer: nn.Module) -> StableDiffusion3Pipeline:

@@ -17,14 +17,13 @@ import pytest
 import torch
 from conftest import ROOT
 from diffusers import (
-    AutoencoderKL,
     DDIMScheduler,
     DDPMPipeline,
     DiTPipeline,
     FlowMatchEulerDiscreteScheduler,
     StableDiffusion3Pipeline,
 )
-from families import build
+from families import autoencoder, build
 from hydra import compose, initialize_config_dir
 from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
@@ -51,19 +50,6 @@ from model import Draw
 from train import NonFiniteLoss, train_step
 
 PROMPTS = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2", "text_encoder_3", "tokenizer_3")
-
-
-def autoencoder() -> AutoencoderKL:
-    """A tiny random autoencoder with four latent channels, half as many pixels a side."""
-    torch.manual_seed(0)
-    return AutoencoderKL(
-        block_out_channels=(8, 8),
-        norm_num_groups=4,
-        down_block_types=("DownEncoderBlock2D",) * 2,
-        up_block_types=("UpDecoderBlock2D",) * 2,
-        latent_channels=4,
-        shift_factor=0.0,
-    )
 
 
 @pytest.fixture(scope="module")

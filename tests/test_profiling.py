@@ -13,7 +13,7 @@ import pipeline
 import profiling
 from config import SettingError
 from hardware import Hardware
-from model import build_module
+from model import build_module, saved_bytes
 
 CPU = Hardware(torch.device("cpu"), "fp32", 1)
 
@@ -40,7 +40,7 @@ def test_saved_bytes_of_a_known_graph():
         y = (x @ weight).exp()  # keeps x (64 bytes), weight (held), y (32 bytes)
         return (y * y).sum()
 
-    assert profiling.saved_bytes(loss, [weight]) == 64 + 32
+    assert saved_bytes(loss, [weight]) == 64 + 32
 
 
 def test_what_was_counted_is_freed():
@@ -52,7 +52,7 @@ def test_what_was_counted_is_freed():
         found.append(weakref.ref(y))
         return y.sum()
 
-    profiling.saved_bytes(loss, [x])
+    saved_bytes(loss, [x])
     assert found[0]() is None
 
 
