@@ -73,8 +73,11 @@ def to_pixels(x: Tensor, scale: float) -> Tensor:
 
 
 def random_images(config: Config) -> ImageData:
-    """Returns images of noise, two batches of the data's shape in both splits, to measure what their content does not change."""
-    settings, count = config.data, 2 * config.train.batch_size
+    """Returns images of noise, 16 batches of the data's shape in both splits, to measure what their content does not change.
+
+    With two batches an epoch, every other step would draw a new order, which real data do seldom.
+    """
+    settings, count = config.data, 16 * config.train.batch_size
     generator = np.random.default_rng(0)
     images = generator.integers(0, 256, (count, settings.channels, settings.size, settings.size), dtype=np.uint8)
     split = Split(images, generator.integers(0, max(settings.num_classes, 1), count))

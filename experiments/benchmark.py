@@ -261,7 +261,7 @@ def naive(hardware: Hardware) -> Iterator[Row]:
     """Time of the naive loop's step (experiments/naive.py) over ours, with the same layers and precision, 3 blocks."""
     config = variant(settings("digits"), 3)
     job = make_job(config, hardware)
-    images = generation.stand_in(dataclasses.replace(config, train=dataclasses.replace(config.train, batch_size=720))).train
+    images = generation.stand_in(dataclasses.replace(config, train=dataclasses.replace(config.train, batch_size=90))).train
     step = naive_step(
         whole(config),
         images.images,
