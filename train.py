@@ -495,10 +495,7 @@ def train(
             if own[0].step % settings.log_every == 0:
                 losses[block] = write_metrics(block)
                 bar.set_postfix_str(" ".join(f"{b}:{value:.3f}" for b, value in sorted(losses.items())))
-            if world.agree(int(bool(stop))):
-                break
-            if done % settings.checkpoint_every == 0:
-                save()
+            # Before a checkpoint: a run that goes on from one never misses what was due at its step.
             if len(owned) == len(steps):  # the model is whole
                 if settings.sample_every and done % settings.sample_every == 0:
                     averaged = ema_modules(config, parts, hardware.device)
@@ -510,6 +507,10 @@ def train(
                     if world.first:
                         measure(averaged, done)
                     world.wait()
+            if world.agree(int(bool(stop))):
+                break
+            if done % settings.checkpoint_every == 0:
+                save()
         save()
         if number := world.agree(stop[0] if stop else 0):
             bar.close()

@@ -848,7 +848,10 @@ def line(setting: str, between: str = ", ") -> str:
 
 
 def mean_series(rows: list[Row], table: Table, group: Group, x: str, y: str) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Returns the common x values, and y averaged over seeds by setting, of the group's commonest protocol."""
+    """Returns the x values that all of the group's rows share, rising, and y averaged over seeds by setting.
+
+    Rows are those of the group's commonest protocol.
+    """
     own = [row for row in rows if row["table"] == table.name and Group(row["scale"], row["paper"], row["match"]) == group]
     if not own:
         return np.zeros(0), {}
@@ -856,11 +859,14 @@ def mean_series(rows: list[Row], table: Table, group: Group, x: str, y: str) -> 
     series = defaultdict(list)
     for row in own:
         if row["protocol"] == protocol:
-            grid = np.array(row[x].split(), float)
-            series[row["setting"]].append(np.array(row[y].split(), float))
-    return grid, {
-        setting: np.mean(values, axis=0) for setting, values in sorted(series.items(), key=lambda item: natural(item[0]))
+            values = zip(map(float, row[x].split()), map(float, row[y].split()), strict=True)
+            series[row["setting"]].append(dict(values))
+    grid = sorted(set.intersection(*(set(values) for found in series.values() for values in found)))
+    means = {
+        setting: np.mean([[values[place] for place in grid] for values in found], axis=0)
+        for setting, found in sorted(series.items(), key=lambda item: natural(item[0]))
     }
+    return np.array(grid), means if grid else {}
 
 
 def main() -> None:

@@ -274,6 +274,17 @@ def test_a_run_becomes_records(tiny_run, tmp_path):
     assert len(list((tmp_path / "samples").glob("main_digits_v4_layer_work_*.png"))) == 1
 
 
+def test_runs_that_miss_points_are_averaged_where_all_have_some():
+    table = report.TABLES[0]
+    row = {"table": table.name, "scale": "digits", "paper": "v4", "match": "layer_work", "protocol": "p", "setting": "a=1"}
+    rows = [{**row, "step": "1 2 3", "loss": "4 5 6"}, {**row, "step": "1 3", "loss": "2 4"}]
+    group = report.Group("digits", "v4", "layer_work")
+    steps, losses = report.mean_series(rows, table, group, "step", "loss")
+    assert steps.tolist() == [1, 3] and losses["a=1"].tolist() == [3, 5]
+    apart = [rows[0], {**row, "step": "9", "loss": "1"}]
+    assert report.mean_series(apart, table, group, "step", "loss")[1] == {}
+
+
 def test_a_protocol_leaves_out_what_the_table_varies_and_nothing_else(tiny_run):
     result = json.loads((tiny_run / "results.json").read_text())[0]
 

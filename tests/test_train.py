@@ -29,7 +29,7 @@ def hardware(precision: str = "fp32") -> Hardware:
     return Hardware(torch.device("cpu"), precision, 1)
 
 
-def fit(config, data, folder, rows=None):
+def fit(config, data, folder, rows=None, measure=lambda modules, step: None):
     """Trains in a folder and returns each part's weights, EMA, optimizer state and count."""
     machine = hardware(config.train.precision)
     versions = dict.fromkeys(("torch", "python", "cpu", "commit"))
@@ -46,7 +46,7 @@ def fit(config, data, folder, rows=None):
         machine,
         description,
         lambda modules, path: path.touch(),
-        lambda modules, step: None,
+        measure,
         (rows if rows is not None else []).append,
     )
     return state(folder)
@@ -257,6 +257,31 @@ def test_signal_at_the_end_is_not_lost(digits, tmp_path, monkeypatch, moment):
     made = sum(part["step"] for part in read_run(tmp_path)["parts"].values())
     assert made == (1 if moment == "last step" else 12)
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+@pytest.mark.parametrize("end", ["killed while it scores", "signal"])
+def test_what_was_due_at_a_checkpoint_is_not_missed(digits, tmp_path, monkeypatch, end):
+    """A run that ends at the step of a checkpoint has that step's score when it has gone on."""
+    config, scored, made = make_config(train={"evaluate_every": 6, "checkpoint_every": 6, "steps": 4}), [], []
+    step = training.train_step
+
+    def signalled(*arguments):
+        made.append(1)
+        if len(made) == 6 and end == "signal":
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(*arguments)
+
+    def measure(modules, done):
+        if len(made) == 6 and end != "signal":
+            raise Killed
+        scored.append(done)
+
+    monkeypatch.setattr(training, "train_step", signalled)
+    with pytest.raises((Killed, SystemExit)):
+        fit(config, digits, tmp_path, measure=measure)
+    made.append(1)
+    fit(config, digits, tmp_path, measure=measure)
+    assert scored == [6, 12]
 
 
 def test_block_without_steps_is_refused(digits, tmp_path):
