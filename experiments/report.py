@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 from PIL import Image
+from scipy.special import stdtr
 
 import plots
 from experiments import conversion, edges
@@ -480,7 +481,9 @@ def means(values: Values) -> dict[str, float]:
 def verdict(name: str, ours: Values, paper: dict[str, float], better: str = "lower", paper_better: str = "lower") -> str:
     """Says whether a score orders the settings as the paper's does; `better` is what is better in each, lower or higher.
 
-    A pair of settings is seen if the mean of its differences by seed is beyond twice its standard error.
+    A pair of settings is seen if the mean of its differences by seed is beyond twice its standard error. With few seeds that is
+    a low bar, so the number of pairs that would pass it with no difference at all, by Student's t, stands beside. Settings that
+    the paper has equal are no pair.
     """
     average = means(ours)
     choose, choose_paper = ({"lower": min, "higher": max}[word] for word in (better, paper_better))
@@ -488,31 +491,39 @@ def verdict(name: str, ours: Values, paper: dict[str, float], better: str = "low
     span, noise = max(average.values()) - min(average.values()), pooled_spread(ours)
     effect = f"the settings span {number(span)}" + (f", the seeds' spread is {number(noise)}" if noise else ", there is one seed")
     common = [setting for setting in ours if setting in paper]
-    if len(common) < 2:
+    pairs = [(one, other) for one, other in itertools.combinations(common, 2) if paper[one] != paper[other]]
+    if not pairs:
         return f"{name}: best is `{best}`; {effect}; the paper gives nothing to compare."
     seen = {True: 0, False: 0}
-    unseen = 0
-    for one, other in itertools.combinations(common, 2):
+    unseen, alone, chance = 0, 0, 0.0
+    for one, other in pairs:
         difference = paired(ours[one], ours[other])
-        if difference is None or difference[1] is None or abs(difference[0]) <= RESOLVED * difference[1]:
+        if difference is None or difference[1] is None:
+            alone += 1
+            continue
+        mean, error, seeds = difference
+        chance += 2 * stdtr(seeds - 1, -RESOLVED)
+        if abs(mean) <= RESOLVED * error:
             unseen += 1
         else:
-            first_is_better = (difference[0] < 0) == (better == "lower")
+            first_is_better = (mean < 0) == (better == "lower")
             seen[first_is_better == ((paper[one] < paper[other]) == (paper_better == "lower"))] += 1
-    pairs = unseen + sum(seen.values())
     if not seen[True] and not seen[False]:
         word = "the paper's trend is not resolved"
     elif not seen[False]:
-        word = "the paper's trend appears" if seen[True] > pairs / 2 else "the paper's trend appears in part"
+        word = "the paper's trend appears" if seen[True] > len(pairs) / 2 else "the paper's trend appears in part"
     elif not seen[True]:
-        word = "the paper's trend is reversed" if seen[False] > pairs / 2 else "the paper's trend does not appear"
+        word = "the paper's trend is reversed" if seen[False] > len(pairs) / 2 else "the paper's trend does not appear"
     else:
         word = "the paper's trend appears in part" if seen[True] > seen[False] else "the paper's trend does not appear"
     best_common = choose(common, key=average.get)
+    counts = [f"{seen[True]} differ as in the paper", f"{seen[False]} the other way"]
+    counts += [f"{unseen} by less than {RESOLVED:g} standard errors"] if unseen else []
+    counts += [f"{alone} have fewer than two seeds in common"] if alone else []
+    by_chance = f" (by chance alone {chance:.1f} would differ)" if chance else ""
     return (
-        f"{name}: **{word}**. Of {pairs} pairs of settings {seen[True]} differ as in the paper, {seen[False]} the other way, "
-        f"{unseen} by less than {RESOLVED:g} standard errors; of these our best is `{best_common}`, the paper's "
-        f"`{choose_paper(common, key=paper.get)}`; {effect}."
+        f"{name}: **{word}**. Of {len(pairs)} pairs of settings {', '.join(counts)}{by_chance}; of these our best is "
+        f"`{best_common}`, the paper's `{choose_paper(common, key=paper.get)}`; {effect}."
     )
 
 

@@ -380,6 +380,18 @@ def test_verdicts_are_computed(ours, words):
     assert words in report.verdict("Held-out loss", values, PAPER)
 
 
+def test_a_verdict_counts_single_seeds_and_ties_apart():
+    """A pair with one seed has no standard error; settings that the paper has equal have no order."""
+    ours = {"partition.overlap=0": {0: 0.32, 1: 0.33}, "partition.overlap=0.1": {0: 0.30, 1: 0.31}}
+    ours["partition.overlap=0.2"] = {0: 0.40}
+    found = report.verdict("Held-out loss", ours, PAPER)
+    assert "Of 3 pairs of settings 1 differ as in the paper, 0 the other way, 2 have fewer than two seeds in common" in found
+    assert "(by chance alone 0.3 would differ)" in found  # of one pair with one degree of freedom: 1 - 2 atan(2) / pi = .295
+    tied = PAPER | {"partition.overlap=0": 41.39}
+    assert "Of 2 pairs of settings 0 differ" in report.verdict("Held-out loss", ours, tied)
+    assert "nothing to compare" in report.verdict("Held-out loss", ours, dict.fromkeys(PAPER, 41.39))
+
+
 @pytest.mark.parametrize(("ours", "words"), [((0.94, 0.93, 0.5), "trend appears"), ((0.5, 0.93, 0.94), "is reversed")])
 def test_verdicts_know_what_is_better(ours, words):
     """Accuracy is better higher, bits per character lower: the same order either way."""
