@@ -12,7 +12,7 @@ import json
 import math
 import re
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -48,6 +48,7 @@ class Score:
         unit: what a recorded value is multiplied by.
         judged: whether a sentence compares it with the paper's trend.
         series: metric_0, metric_1 ... stand in one cell.
+        counted: the same number for every seed, shown without a deviation.
     """
 
     metric: str
@@ -57,6 +58,7 @@ class Score:
     unit: float = 1.0
     judged: bool = False
     series: bool = False
+    counted: bool = False
 
 
 IMAGES = (
@@ -69,8 +71,8 @@ IMAGES = (
 )
 SAMPLED = (replace(IMAGES[0], judged=False), *IMAGES[1:])  # where the sampler alone varies, the held-out losses are one
 MEMORY = (
-    Score("state_bytes", "state, MiB", unit=2**-20),
-    Score("activation_bytes", "activations, MiB", unit=2**-20),
+    Score("state_bytes", "state, MiB", unit=2**-20, counted=True),
+    Score("activation_bytes", "activations, MiB", unit=2**-20, counted=True),
 )
 STEP = Score("seconds_per_step", "seconds a step")
 LABELS = (
@@ -96,7 +98,7 @@ TEXT = (
     Score("mauve", "MAUVE", "higher", at="1.0", judged=True),
     Score("perplexity_Llama-2-7b-hf", "perplexity (Llama 2)", "lower", at="1.0"),
     Score("perplexity_gpt2-xl", "perplexity (GPT-2 XL)", "lower", at="1.0"),
-    Score("token_layers", "token-layers, millions", unit=1e-6),
+    Score("token_layers", "token-layers, millions", unit=1e-6, counted=True),
     *MEMORY,
     Score("seconds", "seconds"),
 )
@@ -181,8 +183,8 @@ TABLES = (
     Table(
         "main",
         "End to end, blocks, and one shallow network",
-        "`shallow` is the control that the paper lacks: one network of a block's depth over all levels, trained as many times "
-        "longer as there are blocks, so that its arithmetic, memory and sampling cost are those of the blocks.",
+        "`shallow` is the control that the paper lacks: one network of a block's depth over all levels, which makes as many "
+        "steps as all blocks together, so that its arithmetic, memory and sampling cost are those of the blocks.",
         "method=end_to_end",
         lambda row: f"method={row['method']}" if row["table"] == "main" else None,
     ),
@@ -240,8 +242,8 @@ TABLES = (
     Table(
         "classification",
         "Classification: ways to train a ViT",
-        "The same layers, data, augmentation and arithmetic for every method. The state and the activations are those of the "
-        "largest step.",
+        "Equal depth, width, data, augmentation and arithmetic for every method, by passes through layers, of which those that "
+        "know a level are larger (AdaLN). The state and the activations are those of the largest step.",
         "method=end_to_end",
         lambda row: f"method={row['method']}" if row["table"] == "classification" else None,
         scores=LABELS,
@@ -266,7 +268,8 @@ TABLES = (
     Table(
         "noprop",
         "NoProp, and DiffusionBlocks on its network",
-        "Every network makes the same number of steps. Backpropagation through this network is not among our methods.",
+        "Every network makes `train.steps`, however many there are. Backpropagation through this network is not among our "
+        "methods.",
         "method=noprop_dt",
         _noprop,
         scores=LABELS,
@@ -559,15 +562,19 @@ def is_trivial(metric: str, protocol: dict[str, object]) -> bool:
 
 
 def best_guidance(columns: dict[Column, Values]) -> str | None:
-    """Returns the guidance at which the mean FID over all settings is lowest, the same for every setting."""
-    scores = {
-        column.guidance: statistics.fmean(means(values).values()) for column, values in columns.items() if column.metric == FID
-    }
-    return min(scores, key=scores.get) if scores else None
+    """Returns the guidance at which the mean FID over all settings and splits is lowest, the same for every setting."""
+    scores: dict[str, list[float]] = defaultdict(list)
+    for column, values in columns.items():
+        if column.metric == FID:
+            scores[column.guidance] += means(values).values()
+    return min(scores, key=lambda guidance: statistics.fmean(scores[guidance])) if scores else None
 
 
 def shown_columns(table: Table, columns: dict[Column, Values]) -> list[Shown]:
-    """Returns what a table shows of its group's columns, in the order of its scores; one metric of two protocols stands twice."""
+    """Returns what a table shows of its group's columns, in the order of its scores.
+
+    One metric of two protocols stands twice, with the beginning of the protocol's digest in its heading.
+    """
     best = best_guidance(columns)
     shown = []
     for score in table.scores:
@@ -585,7 +592,11 @@ def shown_columns(table: Table, columns: dict[Column, Values]) -> list[Shown]:
             if score.metric == FID:
                 heading += f", {own[0].split} split, at guidance {float(at):g}" + (" (best)" if at == best else "")
             shown.append(Shown(heading, score, own[0], [in_unit(columns[column], score.unit) for column in own]))
-    return shown
+    alike = Counter(item.heading for item in shown)
+    return [
+        item._replace(heading=f"{item.heading} (`{item.column.protocol[:4]}`)") if alike[item.heading] > 1 else item
+        for item in shown
+    ]
 
 
 def in_unit(values: Values, unit: float) -> Values:
@@ -602,15 +613,37 @@ def paper_columns(table: Table, paper: list[Row]) -> dict[str, dict[str, float]]
     return dict(found)
 
 
+def paper_notes(table: Table, paper: list[Row], settings: list[str]) -> str:
+    """Returns what paper_tables.csv remarks on the values of these settings: what is inferred, derived or not stated."""
+    where: dict[str, dict[str, dict[str, None]]] = defaultdict(lambda: defaultdict(dict))  # remark -> setting -> version and data
+    for row in paper:
+        setting = table.paper(row)
+        if setting in settings and row["metric"] in table.metrics and row["note"]:
+            for remark in row["note"].split("; "):
+                where[remark][setting][f"{row['version']} {row['data']}"] = None
+    lines = []
+    for remark, by_setting in where.items():
+        alike: dict[str, list[str]] = defaultdict(list)
+        for setting, sets in by_setting.items():
+            alike[", ".join(sets)].append(f"`{setting}`")
+        found = {sets: ", ".join(own) for sets, own in alike.items()}
+        lines.append(f"{remark} ({'; '.join(f'{sets}: {own}' for sets, own in found.items())})")
+    return "; ".join(lines)
+
+
 def paper_heading(version: str, data: str, metric: str, split: str = "test") -> str:
     """Returns how a column of the paper's is headed; `split` is empty where there is none."""
     return f"{version}: {data}, " + f"{split} {PAPER[metric][0]}".strip()
 
 
-def paper_trend(table: Table, group: "Group", paper: dict[str, dict[str, float]]) -> dict[str, float]:
-    """Returns the paper's scores that ours are compared with: of the group's own data where it has some, in its version."""
+def paper_trend(table: Table, group: "Group", paper: dict[str, dict[str, float]], split: str = "") -> dict[str, float]:
+    """Returns the paper's scores that ours are compared with: of the group's own data where it has some, in its version.
+
+    Args:
+        split: that ours are scored against; test, or none, where that is not known.
+    """
     data, metric = table.against
-    headings = [paper_heading(group.paper, name, metric, split) for name in (group.scale, data) for split in ("test", "")]
+    headings = [paper_heading(group.paper, name, metric, own) for name in (group.scale, data) for own in (split or "test", "")]
     return next((paper[heading] for heading in headings if heading in paper), {})
 
 
@@ -683,11 +716,11 @@ def paper_cell(value: float | None) -> str:
 
 
 def cell(item: Shown, setting: str) -> str:
-    """Returns a setting's value, mean ± standard deviation, or the means of a series; what is counted has no deviation."""
+    """Returns a setting's value, mean ± standard deviation, or the means of a series."""
     if not item.score.series:
         seeds = item.values[0].get(setting, {})
-        counted = not item.score.better and len(set(seeds.values())) == 1
-        return "" if not seeds else number(next(iter(seeds.values()))) if counted else with_spread(seeds)
+        alike = item.score.counted and len(set(seeds.values())) == 1
+        return "" if not seeds else number(next(iter(seeds.values()))) if alike else with_spread(seeds)
     return ", ".join(f"{statistics.fmean(values[setting].values()):.3g}" for values in item.values if setting in values)
 
 
@@ -766,9 +799,9 @@ class Report:
             if row["setting"] == FLOOR
         }
         self.text += [f"### {group.title}\n", group_table(table, shown, floor, paper)]
-        compared = paper_trend(table, group, paper)
         for item in shown:
             if item.score.judged:
+                compared = paper_trend(table, group, paper, item.column.split)
                 words = verdict(
                     item.name[0].upper() + item.name[1:], item.values[0], compared, item.score.better, PAPER[table.against[1]][1]
                 )
@@ -778,10 +811,13 @@ class Report:
         hardware = sorted({row["hardware"] for row in rows})
         example = next(row["command"] for row in rows if row["setting"] != FLOOR)
         where = f"`{example}` on {'; '.join(hardware)}"
+        if notes := paper_notes(table, self.paper, settings_of(table, shown)):
+            self.text.append(f"<sub>On the paper's values: {notes}.</sub>\n")
         self.text.append(f"<sub>One of the runs: {where}. Protocols (records/protocols.json): {', '.join(protocols)}.</sub>\n")
         if table.plotted:
             self.settings_plot(table, group, shown, paper)
         if (table.name, group) in README_TABLES:
+            compared = paper_trend(table, group, paper)
             test = {heading: values for heading, values in paper.items() if values is compared}
             self.readme += [
                 f"**{table.title}** ({group.title})\n",
@@ -827,7 +863,8 @@ class Report:
             if losses:
                 curves[line(setting)] = (steps / steps[-1], losses[setting])
         if curves:
-            caption = "Held-out loss (EMA weights) over the training; all settings do the same arithmetic in layers."
+            equal = "do the same arithmetic in layers" if group.match == "layer_work" else "make as many steps in all"
+            caption = f"Held-out loss (EMA weights) over the training; all settings {equal}."
             plots.plot_curves(curves, self.picture(table, group, "curves", caption))
 
     def image_rows(self, table: Table, group: Group, rows: list[Row]) -> None:

@@ -434,6 +434,39 @@ def test_a_table_of_other_scores_shows_units_series_and_what_is_not_trivial():
     assert "| `method=greedy` |  | 2 | 90.5 ± 0.71 | +0 ± 0 |" in text and "floor" not in text
 
 
+def test_two_protocols_of_one_score_are_told_apart_and_meet_the_papers_split():
+    """FID against either split; recall has no split in its heading, so its protocol stands there."""
+    table = report.TABLES[0]
+    rows = [
+        row(f"method={method}", 0, fid, metric=metric, guidance=guidance, protocol=protocol)
+        for method in ("end_to_end", "diffusion_blocks")
+        for protocol in ("test1", "train")
+        for guidance, fid in (("1.0", 9.0), ("2.0", 8.0 if protocol == "test1" else 10.5))
+        for metric in (report.FID, "recall")
+    ]
+    columns = report.columns_of(rows, {"test1": {"split": "test"}, "train": {"split": "train"}})
+    assert report.best_guidance(columns) == "1.0"  # 9 over both splits; at 2 the test split alone is lower
+    shown = report.shown_columns(table, columns)
+    assert [item.heading for item in shown if item.score.metric == "recall"] == ["recall (`test`)", "recall (`trai`)"]
+    paper = report.paper_columns(table, collect.read_rows(ROOT / "experiments" / "paper_tables.csv"))
+    group = report.Group("cifar10", "v4", "layer_work")
+    for split, wanted in (("train", 30.59), ("test", 37.2), ("", 37.2)):
+        assert report.paper_trend(table, group, paper, split)["method=diffusion_blocks"] == wanted
+    assert report.paper_trend(table, group._replace(paper="v1"), paper, "train") == {}
+
+
+def test_what_the_paper_leaves_open_is_said():
+    paper = collect.read_rows(ROOT / "experiments" / "paper_tables.csv")
+    tables = {table.name: table for table in report.TABLES}
+    settings = ["partition.num_blocks=1", "partition.num_blocks=3"]
+    notes = report.paper_notes(tables["num_blocks"], paper, settings)
+    assert "overlap inferred (v1 cifar10: `partition.num_blocks=3`)" in notes and "suspicious" in notes
+    assert "not stated (v4 cifar100: `method=forward_forward`)" in report.paper_notes(
+        tables["classification"], paper, ["method=forward_forward"]
+    )
+    assert report.paper_notes(tables["solver"], paper, settings) == ""
+
+
 def test_the_paper_is_found_for_every_table_that_it_has():
     paper = collect.read_rows(ROOT / "experiments" / "paper_tables.csv")
     for table in (table for table in report.TABLES if table.name in TABLES):
