@@ -133,8 +133,11 @@ def test_versions_differ_where_the_paper_says():
         assert (cut.num_blocks, cut.overlap) == (blocks, overlap)
         assert resolved(f"paper={paper}", "experiment=num_blocks").partition.overlap == ablation
         assert resolved(f"paper={paper}", "experiment=partition").partition.overlap == 0.0
-    for paper, batch_size in (("v1", 1024), ("v4", 512)):
-        assert compose("config", ["scale=imagenet256", f"paper={paper}"]).train.batch_size == batch_size
+        cut = resolved("experiment=cifar10_dit_s2", f"paper={paper}").partition
+        assert (cut.num_blocks, cut.overlap) == (blocks, overlap)
+    for paper, batch_size, vae in (("v1", 1024, "stabilityai/sdxl-vae"), ("v4", 512, "stabilityai/sd-vae-ft-ema")):
+        config = resolved("experiment=main", "scale=imagenet256", f"paper={paper}")
+        assert (config.train.batch_size, config.data.vae) == (batch_size, vae)
 
 
 def test_imagenet256_is_that_of_either_version():
@@ -146,6 +149,7 @@ def test_imagenet256_is_that_of_either_version():
     first = resolved("experiment=imagenet256_dit_l2", "paper=v1")
     assert (first.partition.num_blocks, first.partition.overlap, first.data.vae) == (4, 0.1, "stabilityai/sdxl-vae")
     assert (first.train.batch_size, first.train.learning_rate, first.train.steps) == (1024, 1e-4, 125_100)
+    assert resolved("experiment=imagenet256_dit_l2", "paper=v1", "mode=encode").data == first.data
 
 
 def test_tables_share_runs():
