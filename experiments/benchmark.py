@@ -9,7 +9,6 @@ and number of threads is not made again. They hold the load of the machine befor
 """
 
 import argparse
-import csv
 import dataclasses
 import functools
 import os
@@ -23,7 +22,6 @@ from typing import Any, NamedTuple
 import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
-from torch import nn
 
 import config as configuration
 import generation
@@ -31,6 +29,8 @@ import hardware as machine
 import main
 import profiling
 from config import Config
+from experiments import collect
+from experiments.collect import read_rows, replace_rows, write_rows
 from experiments.naive import naive_step
 from hardware import Hardware
 from kinds import build_model, build_module
@@ -38,7 +38,7 @@ from model import RoutedDenoiser, part_name
 from profiling import ROUNDS, Job, interleaved, make_job, variant
 from sampler import euler, image_noise, model_schedule
 
-RECORDS = Path(__file__).resolve().parent / "records" / "benchmark.csv"
+RECORDS = collect.RECORDS / "benchmark.csv"
 COLUMNS = ("measurement", "name", "value", "bound", "passed", "note", "seconds")
 COLUMNS += ("load", "hardware", "precision", "threads", "torch", "commit")
 BUSY = 0.5  # a load average above which other processes disturb a measurement
@@ -72,12 +72,17 @@ NAIVE, BF16, COMPILED = 1.3, 1.8, 2.0  # lower bounds of ratios of time; the las
 
 
 class Row(NamedTuple):
-    """A measured number and its bound, `<= x` or `>= x`; none where there is nothing to hold."""
+    """A measured number and its bound, `<= x` or `>= x`; none where there is nothing to hold.
+
+    Attributes:
+        precision: where it is not the machine's own.
+    """
 
     name: str
     value: float
     bound: str = ""
     note: str = ""
+    precision: str | None = None
 
     def cells(self) -> dict[str, str]:
         """Returns the row as text, with whether the number is within its bound: yes, no, or nothing without one."""
@@ -85,7 +90,8 @@ class Row(NamedTuple):
         if self.bound:
             sign, limit = self.bound.split()
             passed = "yes" if (self.value <= float(limit) if sign == "<=" else self.value >= float(limit)) else "no"
-        return {"name": self.name, "value": f"{self.value:.4f}", "bound": self.bound, "passed": passed, "note": self.note}
+        cells = {"name": self.name, "value": f"{self.value:.4f}", "bound": self.bound, "passed": passed, "note": self.note}
+        return cells if self.precision is None else cells | {"precision": self.precision}
 
 
 def settings(shape: str, *overrides: str) -> Config:
@@ -138,18 +144,19 @@ def memory(hardware: Hardware) -> Iterator[Row]:
         yield Row(f"activations/dit_s2/{blocks}", share, f"<= {ACTIVATIONS}", note)
     kept = {b: profiling.activation_bytes(job) for b, job in jobs(settings("vit"), fp32(hardware), (1, 3)).items()}
     note = f"{kept[3] / 2**20:.0f} of {kept[1] / 2**20:.0f} MiB"
-    yield Row("block_activations/vit/3", kept[3] / kept[1], f"<= {VIT_ACTIVATIONS}", note)
+    yield Row("block_activations/vit/3", kept[3] / kept[1], f"<= {VIT_ACTIVATIONS}", note, "fp32")
 
 
 def training(hardware: Hardware) -> Iterator[Row]:
     """num_blocks x time of a block's step over the time of the end-to-end step (appendix H)."""
     for shape, bounds in TRAINING.items():
-        measured = jobs(settings(shape), fp32(hardware) if shape == "vit" else hardware, (1, *bounds))
+        on = fp32(hardware) if shape == "vit" else hardware
+        measured = jobs(settings(shape), on, (1, *bounds))
         seconds = interleaved({str(b): job.step for b, job in measured.items()}, hardware.device, rounds(shape))
         for blocks, bound in bounds.items():
             value = blocks * ratio(seconds[str(blocks)], seconds["1"])
             note = f"{statistics.median(seconds[str(blocks)]):.4f} s a step, end to end {statistics.median(seconds['1']):.4f} s"
-            yield Row(f"training/{shape}/{blocks}", value, f"<= {bound}", note)
+            yield Row(f"training/{shape}/{blocks}", value, f"<= {bound}", note, on.precision)
 
 
 def sampling(hardware: Hardware) -> Iterator[Row]:
@@ -177,7 +184,7 @@ def inference(hardware: Hardware) -> Iterator[Row]:
         predictions[str(blocks)] = functools.partial(model.stages, images)
     seconds = interleaved(predictions, hardware.device, rounds("vit"))
     note = f"{statistics.median(seconds['3']):.4f} s, end to end {statistics.median(seconds['1']):.4f} s"
-    yield Row("inference/vit/3", ratio(seconds["3"], seconds["1"]), f"<= {VIT_INFERENCE}", note)
+    yield Row("inference/vit/3", ratio(seconds["3"], seconds["1"]), f"<= {VIT_INFERENCE}", note, "fp32")
 
 
 def draw_images(model: Any, images: int) -> Callable[[], torch.Tensor]:
@@ -263,7 +270,7 @@ def naive(hardware: Hardware) -> Iterator[Row]:
     job = make_job(config, hardware)
     images = generation.stand_in(dataclasses.replace(config, train=dataclasses.replace(config.train, batch_size=90))).train
     step = naive_step(
-        whole(config),
+        build_module(variant(config, 1), part_name(0)),
         images.images,
         images.labels,
         num_blocks=3,
@@ -272,11 +279,6 @@ def naive(hardware: Hardware) -> Iterator[Row]:
     )
     seconds = interleaved({"naive": step, "ours": job.step}, hardware.device, rounds("digits"))
     yield Row("naive_over_ours/digits/3", ratio(seconds["naive"], seconds["ours"]), f">= {NAIVE}", "same layers and kernels")
-
-
-def whole(config: Config) -> nn.Module:
-    """Returns the end-to-end network."""
-    return build_module(variant(config, 1), part_name(0))
 
 
 MEASUREMENTS: dict[str, Callable[[Hardware], Iterator[Row]]] = {
@@ -298,22 +300,14 @@ MEASUREMENTS: dict[str, Callable[[Hardware], Iterator[Row]]] = {
 
 def read_records() -> list[dict[str, str]]:
     """Returns the rows that are recorded."""
-    if not RECORDS.exists():
-        return []
-    with open(RECORDS, newline="") as file:
-        return list(csv.DictReader(file))
+    return read_rows(RECORDS) if RECORDS.exists() else []
 
 
 def add_records(new: list[dict[str, str]]) -> None:
     """Writes rows in place of those that the same hardware and threads gave before."""
-    same = ("name", "hardware", "threads")
-    taken = {tuple(row[key] for key in same) for row in new}
-    rows = [row for row in read_records() if tuple(row[key] for key in same) not in taken] + new
-    RECORDS.parent.mkdir(exist_ok=True)
-    with open(RECORDS, "w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+    rows = read_records()
+    replace_rows(rows, new, ("name", "hardware", "threads"))
+    write_rows(RECORDS, rows, COLUMNS)
 
 
 def run(names: list[str], device: str, threads: int | None) -> bool:
@@ -339,7 +333,7 @@ def run(names: list[str], device: str, threads: int | None) -> bool:
             start = time.perf_counter()
             measured = list(MEASUREMENTS[name](hardware))
             seconds = f"{time.perf_counter() - start:.0f}"
-            found = [row.cells() | {"measurement": name, "seconds": seconds, **about} for row in measured]
+            found = [{"measurement": name, "seconds": seconds, **about, **row.cells()} for row in measured]
             add_records(found)
         for row in found:
             print(f"{row['name']:34} {row['value']:>8} {row['bound']:>8}  {row['passed']:4} {row['note']}", flush=True)

@@ -193,7 +193,7 @@ class Records:
             "protocol": key,
             "seconds": seconds,
             "command": "python main.py " + shlex.join(own for own in asked["overrides"] if not own.startswith(("out=", "log."))),
-            "commit": (result["protocol"]["trained_at"] or "")[:10],
+            "commit": short_commit(result["protocol"]["trained_at"]),
             "hardware": f"{machine['device']}: {machine['cpu']}, {machine['threads']} threads, {machine['precision']}",
         }
         if result["kind"] == "heldout_loss":
@@ -254,6 +254,12 @@ def image_name(row: dict[str, Any], guidance: float) -> str:
     """Returns the file in which a setting's first images are kept."""
     setting = digest([row["setting"], str(guidance)], 8)
     return "_".join([row["table"], row["scale"], row["paper"], row["match"], setting]) + ".png"
+
+
+def short_commit(commit: str | None, length: int = 10) -> str:
+    """Returns the beginning of a commit's name and whether files were changed beside it; nothing outside git."""
+    name, dash, changed = (commit or "").partition("-")
+    return name[:length] + dash + changed
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:

@@ -33,7 +33,7 @@ from checkpoint import Part
 from config import Config
 from convert import starting_weights
 from data import ImageData, Source
-from experiments.collect import RECORDS, read_rows, replace_rows, setting_of, write_rows
+from experiments.collect import RECORDS, read_rows, replace_rows, setting_of, short_commit, write_rows
 from experiments.edges import numbers
 from hardware import Hardware
 from model import Batch, Draw, EDMObjective, build_model, build_module, build_objective, part_name
@@ -178,7 +178,7 @@ class Study:
             "by_level": numbers(loss),
             "cpu_seconds": round(time.process_time() - started, 1),
             "precision": self.hardware.precision,
-            "commit": machine.environment()["commit"][:10],
+            "commit": short_commit(machine.environment()["commit"]),
         }
         replace_rows(self.rows, [{key: str(value) for key, value in row.items()}], self.key)
         write_rows(self.path, self.rows, (*self.key, *SCORES))

@@ -24,7 +24,7 @@ from scipy.special import stdtr
 
 import plots
 from experiments import conversion, edges
-from experiments.collect import FLOOR, RECORDS, image_name, read_rows
+from experiments.collect import FLOOR, RECORDS, image_name, read_rows, short_commit
 
 ROOT = Path(__file__).resolve().parent
 README = ROOT.parent / "README.md"
@@ -660,7 +660,8 @@ def benchmark_tables(rows: list[Row]) -> str:
         own = [row for row in rows if (row["hardware"], row["threads"], row["torch"], row["commit"]) == about]
         hardware, threads, torch, commit = about
         load = max(float(row["load"]) for row in own)
-        text.append(f"{hardware}, {threads} threads, torch {torch}, load {load:g} before it began, commit `{commit[:7]}`:\n")
+        code = f"torch {torch}, load {load:g} before it began, commit `{short_commit(commit, 7)}`"
+        text.append(f"{hardware}, {threads} threads, {code}:\n")
         blocks = sorted({row["name"].split("/")[2] for row in own})
         cells: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)
         bounds: dict[tuple[str, str], dict[str, None]] = defaultdict(dict)

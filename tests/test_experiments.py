@@ -19,7 +19,7 @@ from test_data import write_binary, write_idx
 import config as configuration
 import main
 import pipeline
-from experiments import collect, report
+from experiments import benchmark, collect, report
 
 CONFIGS = ROOT / "configs"
 OVERLAYS = sorted(path.stem for path in (CONFIGS / "experiment").glob("*.yaml"))
@@ -303,6 +303,27 @@ def test_a_protocol_leaves_out_what_the_table_varies_and_nothing_else(tiny_run):
     assert protocol() != protocol(train__steps=2)
     assert protocol("train.steps=1") == protocol("train.steps=2", train__steps=2)
     assert protocol() != protocol(objective__weighting="flat")
+
+
+def test_a_record_says_that_files_were_changed_beside_its_commit():
+    assert collect.short_commit("0123456789abcdef") == "0123456789" and collect.short_commit(None) == ""
+    assert collect.short_commit("0123456789abcdef-dirty", 7) == "0123456-dirty"
+
+
+def test_a_measurement_is_recorded_with_its_own_precision_and_not_made_again(tmp_path, monkeypatch):
+    made = []
+
+    def measurement(hardware):
+        made.append(hardware)
+        yield benchmark.Row("a/b/2", 1.2, "<= 1.1", precision="fp32")
+        yield benchmark.Row("a/b/3", 1.0, "<= 1.1")
+
+    monkeypatch.setattr(benchmark, "RECORDS", tmp_path / "benchmark.csv")
+    monkeypatch.setattr(benchmark, "MEASUREMENTS", {"made_up": measurement})
+    assert not benchmark.run(["made_up"], "cpu", 1) and not benchmark.run(["made_up"], "cpu", 1)
+    rows = benchmark.read_records()
+    assert len(made) == 1 and [row["passed"] for row in rows] == ["no", "yes"]
+    assert [row["precision"] for row in rows] == ["fp32", made[0].precision]
 
 
 def test_new_settings_do_not_part_runs_from_the_records():
