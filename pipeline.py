@@ -1,6 +1,6 @@
 """What one configuration does: check everything, then train, sample, evaluate or merge in the run's folder.
 
-What is particular to a kind of model (its data, samples and scores) is in a module of its own: `generation`.
+What is particular to a kind of model (its data, samples and scores) is in a module of its own, which kinds.KINDS names.
 """
 
 import contextlib

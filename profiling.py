@@ -562,7 +562,7 @@ def plan_row(config: Config, costs: Costs, memory: int, checkpointing: bool, off
     settings, counts = config.train, costs.counts
     blocks = configuration.trained_blocks(config)
     layers = configuration.layer_split(config)
-    parameters = [count * counts.parameters[0] + counts.parameters[1] for count in layers]
+    parameters = [own * counts.parameters[0] + counts.parameters[1] for own in layers]
     others = 0 if offload else 16 * (sum(parameters) - max(parameters))
     state = predicted_state(counts, max(layers)) + others
     for micro_batch in micro_batches(settings.batch_size):

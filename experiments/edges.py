@@ -22,10 +22,10 @@ import config as configuration
 import generation
 import main as entry_point
 import pipeline
-from config import Config
+from config import Config, require
 from dblock_modules import LogNormalLevels
 from evaluation import loss_grid
-from experiments.collect import RECORDS, read_rows, replace_rows, write_rows
+from experiments.collect import RECORDS, read_rows, replace_rows, short_commit, write_rows
 from randomness import generator
 from train import read_metrics
 
@@ -138,7 +138,13 @@ def dynamics(config: Config, folder: Path) -> np.ndarray:
 
 
 def measure(overrides: list[str], seed: int, path: Path) -> None:
-    """Trains and scores one seed's experts and pilots, adding a row for each to a CSV file."""
+    """Trains and scores one seed's experts and pilots, adding a row for each to a CSV file.
+
+    Raises:
+        SettingError: steps of which there is no tenth.
+    """
+    steps = expert_config(overrides, seed, GRID[0], GRID[-1], DEPTH).train.steps
+    require(steps % TENTHS == 0, f"train.steps={steps} is not a multiple of {TENTHS}: experts are compared after tenths of it")
     rows = read_rows(path) if path.exists() else []
 
     def run(kind: str, low: float, high: float, depth: int, *extra: str) -> None:
@@ -157,13 +163,12 @@ def measure(overrides: list[str], seed: int, path: Path) -> None:
             "levels": numbers(result["by_level"]["levels"]) if kind != "expert" else "",
             "loss": numbers(result["by_level"]["loss"]) if kind != "expert" else "",
             "dynamics": numbers(dynamics(config, folder)) if kind == "shallow_pilot" else "",
-            "commit": result["protocol"]["environment"]["commit"][:10],
+            "commit": short_commit(result["protocol"]["environment"]["commit"]),
         }
         replace_rows(rows, [row], KEY)
         rows.sort(key=lambda row: [str(row[key]) for key in KEY])
         write_rows(path, rows, COLUMNS)
 
-    steps = expert_config(overrides, seed, GRID[0], GRID[-1], DEPTH).train.steps
     pilot = 3 * steps // TENTHS  # a tenth of the layer work of three blocks
     run("shallow_pilot", GRID[0], GRID[-1], DEPTH, f"train.steps={pilot}")
     run("deep_pilot", GRID[0], GRID[-1], DEEP, f"train.steps={pilot * DEPTH // DEEP}")

@@ -59,6 +59,12 @@ def test_an_expert_is_a_run_over_its_interval():
     torch.testing.assert_close(configuration.levels(config).inverse_cdf(q), whole.inverse_cdf(low + q * (high - low)))
 
 
+def test_steps_without_tenths_are_refused(tmp_path):
+    with pytest.raises(configuration.SettingError, match=r"train\.steps=25 is not a multiple of 10"):
+        edges.measure(["train.steps=25"], 0, tmp_path / "edges.csv")
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_section_names_every_candidate():
     random = np.random.default_rng(0)
     rows = []
