@@ -203,9 +203,6 @@ class LearnedTable(nn.Module):
         return nn.functional.normalize(self.weight, dim=1) if self.normalize else self.weight  # (rows, width)
 
 
-BRIDGES = ("soft", "hard", "top_k")
-
-
 def bridge(logits: Tensor, table: Tensor, name: str, top_k: int) -> Tensor:
     """Returns the denoised embedding that a prediction stands for: what the next step starts from.
 
@@ -224,9 +221,6 @@ def bridge(logits: Tensor, table: Tensor, name: str, top_k: int) -> Tensor:
         least = logits.topk(top_k, dim=-1).values[..., -1:]
         logits = logits.masked_fill(logits < least, -torch.inf)
     return logits.softmax(-1) @ table
-
-
-CROSS_ENTROPY_WEIGHTS = ("none", "per_sample", "batch_mean")
 
 
 def cross_entropy_weight(name: str, sigma: Tensor, sigma_data: float) -> Tensor:

@@ -599,6 +599,19 @@ def shown_columns(table: Table, columns: dict[Column, Values]) -> list[Shown]:
     ]
 
 
+def floors(rows: list[Row], shown: list[Shown], protocols: dict[str, dict[str, object]]) -> dict[Column, float]:
+    """Returns what real data score in each column that was measured as they were: its protocol has all of theirs."""
+    found = {}
+    for row in rows:
+        if row["setting"] == FLOOR:
+            theirs = {key: value for key, value in protocols[row["protocol"]].items() if key != "samples"}  # which say: real
+            for item in shown:
+                column = item.column
+                if column.metric == row["metric"] and theirs.items() <= protocols[column.protocol].items():
+                    found[column] = float(row["value"])
+    return found
+
+
 def in_unit(values: Values, unit: float) -> Values:
     return {setting: {seed: unit * value for seed, value in seeds.items()} for setting, seeds in values.items()}
 
@@ -678,11 +691,11 @@ def benchmark_tables(rows: list[Row]) -> str:
     return "\n".join(text)
 
 
-def group_table(table: Table, shown: list[Shown], floor: dict[tuple[str, str], float], paper: dict[str, dict[str, float]]) -> str:
+def group_table(table: Table, shown: list[Shown], floor: dict[Column, float], paper: dict[str, dict[str, float]]) -> str:
     """Returns a group's table: settings down, the paper's values and ours across, the floor last.
 
     Args:
-        floor: by metric and split.
+        floor: see `floors`.
         paper: heading -> setting -> value.
     """
     settings = settings_of(table, shown)
@@ -701,7 +714,7 @@ def group_table(table: Table, shown: list[Shown], floor: dict[tuple[str, str], f
         rows.append(cells)
     cells = [f"floor: {table.floor}", *[""] * len(known), ""]
     for item in shown:
-        value = floor.get((item.column.metric, item.column.split))
+        value = floor.get(item.column)
         cells += [number(None if value is None else value * item.score.unit)] + [""] * bool(item.score.better)
     return markdown(header, [*rows, cells] if floor else rows)
 
@@ -794,11 +807,7 @@ class Report:
     def group(self, table: Table, group: Group, rows: list[Row], paper: dict[str, dict[str, float]]) -> None:
         """Adds one scale's table, verdicts and pictures."""
         shown = shown_columns(table, columns_of(rows, self.protocols))
-        floor = {
-            (row["metric"], str(self.protocols[row["protocol"]].get("split", ""))): float(row["value"])
-            for row in rows
-            if row["setting"] == FLOOR
-        }
+        floor = floors(rows, shown, self.protocols)
         self.text += [f"### {group.title}\n", group_table(table, shown, floor, paper)]
         for item in shown:
             if item.score.judged:

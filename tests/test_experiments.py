@@ -480,6 +480,19 @@ def test_two_protocols_of_one_score_are_told_apart_and_meet_the_papers_split():
     assert report.paper_trend(table, group._replace(paper="v1"), paper, "train") == {}
 
 
+def test_a_floor_stands_under_scores_of_its_own_protocol_alone():
+    table, measured = report.TABLES[0], {"split": "test", "num_samples": 360, "features_sha256": "a"}
+    protocols = {"real": measured | {"samples": "train images"}, "ours": measured | {"samples": "generated", "sampler.steps": 50}}
+    protocols["more"] = protocols["ours"] | {"num_samples": 50_000}
+    rows = [row(report.FLOOR, 0, 0.5, metric=report.FID, protocol="real")]
+    for protocol in ("ours", "more"):
+        rows.append(row("method=end_to_end", 0, 1.0, metric=report.FID, guidance="1.0", protocol=protocol))
+    shown = report.shown_columns(table, report.columns_of(rows, protocols))
+    floor = report.floors(rows, shown, protocols)
+    assert {column.protocol: value for column, value in floor.items()} == {"ours": 0.5}
+    assert report.group_table(table, shown, floor, {}).count("0.5 |") == 1
+
+
 def test_what_the_paper_leaves_open_is_said():
     paper = collect.read_rows(ROOT / "experiments" / "paper_tables.csv")
     tables = {table.name: table for table in report.TABLES}
