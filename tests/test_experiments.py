@@ -4,8 +4,10 @@ import dataclasses
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -272,6 +274,100 @@ def test_a_run_becomes_records(tiny_run, tmp_path):
     (curve,) = collect.read_rows(tmp_path / "curves.csv")
     assert curve["step"] == "1 2 3"
     assert len(list((tmp_path / "samples").glob("main_digits_v4_layer_work_*.png"))) == 1
+
+
+def finished_run(folder: Path, seed: int = 0, table: str = "main") -> Path:
+    """Writes what collect reads of a run that is scored."""
+    asked = {"experiment": table, "scale": "digits", "paper": "v4", "match": "layer_work", "question": "q"}
+    trained_on = {"precision": "fp32", "device": "cpu", "cpu": "a processor", "threads": 1}
+    result = {
+        "kind": "heldout_loss",
+        "title": "held-out loss",
+        "scores": {"integrated": 0.3},
+        "by_level": {"levels": [0.1, 1.0], "loss": [0.2, 0.4]},
+        "protocol": {"split": "test", "trained": {"seed": seed}, "trained_on": trained_on, "trained_at": None},
+        "questions": ["q"],
+    }
+    files = {
+        "tables.json": [{**asked, "overrides": ["method=end_to_end", f"seed={seed}"]}],
+        "results.json": [result],
+        "checkpoint/run.json": {"format": 1, "parts": {"block_0": {"seconds": 2.0}}},
+    }
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(json.dumps(content))
+    return folder
+
+
+def collected(*arguments: object) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["collect", *map(str, arguments)])
+        collect.main()
+
+
+def cut(path: Path) -> None:
+    path.write_text(path.read_text()[:-9])
+
+
+# What happens to a run or to the records, and what the sentence says.
+DAMAGE = [
+    (lambda run, records: shutil.rmtree(run), "is not there"),
+    (lambda run, records: (run / "tables.json").unlink(), "no table has scores"),
+    (lambda run, records: cut(run / "tables.json"), "tables.json is not a list of tables"),
+    (lambda run, records: (run / "results.json").unlink(), "lacks what experiment=main asked for"),
+    (lambda run, records: cut(run / "results.json"), "results.json is not a list of results"),
+    (lambda run, records: (run / "results.json").write_text('[{"kind": "floor"}]'), "results.json is not a list of results"),
+    (lambda run, records: shutil.rmtree(run / "checkpoint"), "holds no checkpoint"),
+    (lambda run, records: cut(run / "checkpoint" / "run.json"), "run.json is not a checkpoint's description"),
+    (lambda run, records: finished_run(run, table="edges"), "would replace .*edges.csv"),
+    (lambda run, records: finished_run(run, table="levels"), "would replace .*levels.csv"),
+    (lambda run, records: (records / "main.csv").write_text("table,score\nmain,1\n"), "would replace .*main.csv"),
+    (lambda run, records: (records / "main.csv").write_text(""), "would replace .*main.csv"),
+    (lambda run, records: cut(records / "main.csv"), "main.csv has a row that is cut off"),
+    (lambda run, records: (records / "levels.csv").write_text("level\n1\n"), "levels.csv does not have the columns"),
+    (lambda run, records: cut(records / "protocols.json"), "protocols.json is not a list of protocols"),
+    (lambda run, records: (records / "protocols.json").unlink(), "protocols.json lacks"),
+]
+
+
+@pytest.mark.parametrize(("damage", "words"), DAMAGE, ids=[words for _, words in DAMAGE])
+def test_damaged_runs_and_records_are_refused_in_a_sentence(damage, words, tmp_path):
+    """Whole runs that are named beside it do not change the records either."""
+    records, runs = tmp_path / "records", [finished_run(tmp_path / "runs" / str(seed), seed) for seed in (0, 1)]
+    collected(runs[0], "--records", records)
+    (records / "edges.csv").write_text("edges,kind\n1,2\n")
+    other = [] if "no table" in words else [finished_run(tmp_path / "runs" / "2", 2)]
+    damage(runs[1], records)
+    before = {path: path.read_bytes() for path in records.rglob("*.*")}
+    with pytest.raises(SystemExit, match=f"^error: .*{words}[^\n]*$"):
+        collected(*other, runs[1], "--records", records)
+    assert before == {path: path.read_bytes() for path in records.rglob("*.*")}
+
+
+def test_records_that_cannot_be_written_are_a_sentence(tmp_path):
+    (tmp_path / "records").touch()
+    with pytest.raises(SystemExit, match="error: the records in .* cannot be written .*: set --records"):
+        collected(finished_run(tmp_path / "run"), "--records", tmp_path / "records")
+
+
+def test_what_has_no_scores_is_left_and_named(tmp_path, capsys):
+    """What else lies in a sweep's folder, and runs that are under way; a run that is named twice is in the records once."""
+    run, unfinished = finished_run(tmp_path / "finished"), finished_run(tmp_path / "unfinished", seed=1)
+    (unfinished / "tables.json").unlink()
+    (tmp_path / "multirun.yaml").touch()
+    collected(run, tmp_path / "multirun.yaml", unfinished, run, "--records", tmp_path / "records")
+    assert f"no table has scores in {unfinished}\n" in capsys.readouterr().out
+    rows = collect.read_rows(tmp_path / "records" / "main.csv")
+    assert [(row["seed"], row["metric"], row["value"], row["seconds"]) for row in rows] == [("0", "heldout_loss", "0.3", "2")]
+
+
+def test_a_damaged_list_of_tables_is_refused_before_the_work(tmp_path):
+    config = resolved(*SHRUNK, f"folder={tmp_path}")
+    (tmp_path / "lock").touch()
+    (tmp_path / "tables.json").write_text("[{")
+    with pytest.raises(configuration.SettingError, match="tables.json is not a list of tables"):
+        pipeline.run(config, {"experiment": "main"})
+    assert not (tmp_path / "checkpoint").exists()
 
 
 def test_a_protocol_leaves_out_what_the_table_varies_and_nothing_else(tiny_run):
