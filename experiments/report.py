@@ -3,15 +3,16 @@
     python -m experiments.report
 
 Nothing in the report is typed in by hand, its verdicts included; the same records give the same bytes. The paper's values come
-from experiments/paper_tables.csv. Scores whose protocols differ never share a column.
+from experiments/paper_tables.csv. Scores whose protocols differ never share a column. Records that are missing or damaged are
+refused in a sentence, and the report that is there stays.
 """
 
 import argparse
 import itertools
-import json
 import math
 import re
 import statistics
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -22,8 +23,10 @@ import numpy as np
 from PIL import Image
 
 import plots
-from experiments import conversion, edges
-from experiments.collect import FLOOR, RECORDS, image_name, read_rows
+from config import SettingError, require
+from experiments import benchmark, conversion, edges
+from experiments.collect import COLUMNS, FLOOR, RECORDS, SERIES_COLUMNS, image_name, read_protocols, read_records, read_rows
+from files import write_atomically
 
 ROOT = Path(__file__).resolve().parent
 README = ROOT.parent / "README.md"
@@ -443,9 +446,11 @@ def in_order(settings: Iterable[str], reference: str) -> list[str]:
 
 
 def spread(values: Iterable[float]) -> float | None:
-    """Returns the sample standard deviation; None for fewer than two values."""
+    """Returns the sample standard deviation; None for fewer than two values, nan where one of them is not finite."""
     values = list(values)
-    return statistics.stdev(values) if len(values) > 1 else None
+    if len(values) < 2:
+        return None
+    return statistics.stdev(values) if all(map(math.isfinite, values)) else math.nan
 
 
 def paired(ours: dict[int, float], theirs: dict[int, float]) -> tuple[float, float | None, int] | None:
@@ -477,11 +482,23 @@ def means(values: Values) -> dict[str, float]:
     return {setting: statistics.fmean(seeds.values()) for setting, seeds in values.items()}
 
 
+def is_seen(difference: tuple[float, float | None, int] | None) -> bool:
+    """Returns whether a paired difference is beyond its seeds' noise; one that is not a number is not."""
+    return difference is not None and difference[1] is not None and abs(difference[0]) > RESOLVED * difference[1]
+
+
 def verdict(name: str, ours: Values, paper: dict[str, float], better: str = "lower", paper_better: str = "lower") -> str:
     """Says whether a score orders the settings as the paper's does; `better` is what is better in each, lower or higher.
 
-    A pair of settings is seen if the mean of its differences by seed is beyond twice its standard error.
+    A pair of settings is seen if the mean of its differences by seed is beyond twice its standard error. A setting of which a
+    seed is not finite is named and left out.
     """
+    lost = [setting for setting, mean in means(ours).items() if not math.isfinite(mean)]
+    if lost:
+        ours = {setting: seeds for setting, seeds in ours.items() if setting not in lost}
+        name += f" (not finite: {', '.join(f'`{setting}`' for setting in lost)})"
+    if not ours:
+        return f"{name}: nothing to compare."
     average = means(ours)
     choose, choose_paper = ({"lower": min, "higher": max}[word] for word in (better, paper_better))
     best = choose(average, key=average.get)
@@ -494,7 +511,7 @@ def verdict(name: str, ours: Values, paper: dict[str, float], better: str = "low
     unseen = 0
     for one, other in itertools.combinations(common, 2):
         difference = paired(ours[one], ours[other])
-        if difference is None or difference[1] is None or abs(difference[0]) <= RESOLVED * difference[1]:
+        if not is_seen(difference):
             unseen += 1
         else:
             first_is_better = (difference[0] < 0) == (better == "lower")
@@ -523,7 +540,7 @@ def beyond_reference(ours: Values, reference: str) -> str:
     seen = []
     for setting in in_order(ours.keys() - {reference}, reference):
         difference = paired(ours[setting], ours[reference])
-        if difference is not None and difference[1] is not None and abs(difference[0]) > RESOLVED * difference[1]:
+        if is_seen(difference):
             seen.append(f"`{setting}` ({difference[0]:+.3g}, {difference[2]} seeds)")
     return f" Seen to differ from `{reference}`: {', '.join(seen) or 'none'}."
 
@@ -548,10 +565,11 @@ def is_trivial(metric: str, protocol: dict[str, object]) -> bool:
 
 
 def best_guidance(columns: dict[Column, Values]) -> str | None:
-    """Returns the guidance at which the mean FID over all settings is lowest, the same for every setting."""
+    """Returns the guidance at which the mean FID over all settings is lowest, the same for every setting, if any is finite."""
     scores = {
         column.guidance: statistics.fmean(means(values).values()) for column, values in columns.items() if column.metric == FID
     }
+    scores = {guidance: mean for guidance, mean in scores.items() if math.isfinite(mean)}
     return min(scores, key=scores.get) if scores else None
 
 
@@ -702,15 +720,20 @@ class Report:
         self.records, self.out = records, out
         self.pictures = out / "report"
         self.paper = read_rows(ROOT / "paper_tables.csv")
-        self.levels, self.curves = (self.series(name) for name in ("levels", "curves"))
-        self.protocols = json.loads((records / "protocols.json").read_text())
+        self.levels, self.curves = (read_records(records / f"{name}.csv", columns) for name, columns in SERIES_COLUMNS.items())
+        names = sorted({table.experiment or table.name for table in TABLES})
+        self.tables = {name: read_records(records / f"{name}.csv", COLUMNS) for name in names}
+        self.edges = read_records(records / "edges.csv", edges.COLUMNS)
+        self.studies = {
+            study: read_records(records / "studies" / f"{study}.csv", (*key, *conversion.SCORES))
+            for study, key in conversion.KEYS.items()
+        }
+        self.benchmark = read_records(records / "benchmark.csv", benchmark.COLUMNS)
+        found = [*self.tables.values(), self.edges, *self.studies.values()]
+        require(any(found), f"{records} holds no records: make some by experiments.collect, or set --records")
+        self.protocols = read_protocols(records, [*self.tables.values(), self.levels, self.curves])
         self.text: list[str] = []
         self.readme: list[str] = []
-
-    def series(self, name: str) -> list[Row]:
-        """Returns the rows of one file of the records."""
-        path = self.records / f"{name}.csv"
-        return read_rows(path) if path.exists() else []
 
     def write(self) -> Path:
         """Writes REPORT.md and report/*.png, returns the path of the former, and leaves the README's part in `readme`."""
@@ -719,19 +742,19 @@ class Report:
             old.unlink()
         self.text.append((ROOT / "report_head.md").read_text())
         for table in TABLES:
-            rows = self.series(table.experiment or table.name)
+            rows = self.tables[table.experiment or table.name]
             rows = [row for row in rows if row["setting"] == FLOOR or table.settings(row["setting"])]
-            if rows:
+            if any(row["setting"] != FLOOR for row in rows):
                 self.table(table, rows)
-        self.text += edges.section(self.series("edges"))
-        self.text += conversion.section({study: self.series(f"studies/{study}") for study in conversion.KEYS})
+        self.text += edges.section(self.edges)
+        self.text += conversion.section(self.studies)
         path = self.out / "REPORT.md"
         path.write_text("\n".join(self.text))
         return path
 
     def into_readme(self, text: str) -> str:
         """Returns a README with the tables and pictures of README_TABLES, and the benchmark, between their marks."""
-        for (begin, end), drawn in ((MARKS, "\n".join(self.readme)), (COST_MARKS, benchmark_tables(self.series("benchmark")))):
+        for (begin, end), drawn in ((MARKS, "\n".join(self.readme)), (COST_MARKS, benchmark_tables(self.benchmark))):
             before, _, rest = text.partition(begin)
             text = f"{before}{begin}\n{drawn}{end}{rest.partition(end)[2]}"
         return text
@@ -744,7 +767,8 @@ class Report:
         for row in rows:
             groups[Group(row["scale"], row["paper"], row["match"])].append(row)
         for group, own in sorted(groups.items()):
-            self.group(table, group, own, paper)
+            if any(row["setting"] != FLOOR for row in own):
+                self.group(table, group, own, paper)
 
     def group(self, table: Table, group: Group, rows: list[Row], paper: dict[str, dict[str, float]]) -> None:
         """Adds one scale's table, verdicts and pictures."""
@@ -828,13 +852,20 @@ class Report:
             path = self.records / "samples" / image_name(row, 1.0)
             if path.exists():
                 found.append((setting, np.asarray(Image.open(path))))
+        widest = max((strip.shape[1] for _, strip in found), default=0)  # a setting may have drawn fewer images than others
         if found:
             order = ", ".join(f"`{setting}`" for setting, _ in found)
             path = self.picture(table, group, "samples", f"Samples at guidance 1 from the same seeds, from above: {order}.")
-            gap = np.full((1, *found[0][1].shape[1:]), 128, np.uint8)
-            stacked = np.concatenate([part for _, strip in found for part in (strip, gap)][:-1])
+            gap = np.full((1, widest, *found[0][1].shape[2:]), 128, np.uint8)
+            strips = [wider(strip, widest) for _, strip in found]
+            stacked = np.concatenate([part for strip in strips for part in (strip, gap)][:-1])
             scale = max(1, 960 // stacked.shape[1])
             Image.fromarray(stacked.repeat(scale, 0).repeat(scale, 1)).save(path, optimize=True)
+
+
+def wider(strip: np.ndarray, width: int) -> np.ndarray:
+    """Returns a strip of images, (H, W) or (H, W, 3), with grey to its right up to a width."""
+    return np.pad(strip, ((0, 0), (0, width - strip.shape[1]), *[(0, 0)] * (strip.ndim - 2)), constant_values=128)
 
 
 def picture_name(table: Table, group: Group, kind: str) -> str:
@@ -848,15 +879,15 @@ def line(setting: str, between: str = ", ") -> str:
 
 
 def mean_series(rows: list[Row], table: Table, group: Group, x: str, y: str) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Returns the common x values, and y averaged over seeds by setting, of the group's commonest protocol."""
+    """Returns the common x values, and y averaged over seeds by setting, of the group's commonest protocol and x values."""
     own = [row for row in rows if row["table"] == table.name and Group(row["scale"], row["paper"], row["match"]) == group]
     if not own:
         return np.zeros(0), {}
-    protocol = statistics.mode(row["protocol"] for row in own)
+    common = statistics.mode((row["protocol"], row[x]) for row in own)
+    grid = np.array(common[1].split(), float)
     series = defaultdict(list)
     for row in own:
-        if row["protocol"] == protocol:
-            grid = np.array(row[x].split(), float)
+        if (row["protocol"], row[x]) == common:
             series[row["setting"]].append(np.array(row[y].split(), float))
     return grid, {
         setting: np.mean(values, axis=0) for setting, values in sorted(series.items(), key=lambda item: natural(item[0]))
@@ -869,10 +900,15 @@ def main() -> None:
     parser.add_argument("--records", type=Path, default=RECORDS, help="folder of the records (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=ROOT, help="folder of REPORT.md (default: %(default)s)")
     arguments = parser.parse_args()
-    report = Report(arguments.records, arguments.out)
-    print(report.write())
-    if arguments.out == ROOT:
-        README.write_text(report.into_readme(README.read_text()))
+    try:
+        report = Report(arguments.records, arguments.out)
+        print(report.write())
+        if arguments.out == ROOT:
+            write_atomically(README, report.into_readme(README.read_text()))
+    except SettingError as error:
+        sys.exit(f"error: {error}")
+    except OSError as error:
+        sys.exit(f"error: the report in {arguments.out} cannot be drawn ({error}): set --out, or put back what this names")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import shlex
 import shutil
@@ -16,6 +17,7 @@ from hydra import compose, initialize_config_dir
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
+from PIL import Image
 from test_data import write_binary, write_idx
 
 import config as configuration
@@ -475,6 +477,90 @@ def test_verdicts_know_what_is_better(ours, words):
         found = report.verdict("Score", values, paper, better, "higher")
         assert words in found and "the paper's `method=end_to_end`" in found
         assert f"our best is `{max(accuracy, key=lambda setting: accuracy[setting][0])}`" in found
+
+
+def test_a_score_that_is_not_finite_is_named_and_decides_nothing():
+    nan, inf = math.nan, math.inf
+    ours = {
+        "partition.overlap=0": {0: 0.3, 1: 0.31},
+        "partition.overlap=0.1": {0: nan, 1: 0.1},
+        "partition.overlap=0.2": {0: 0.4, 1: 0.4},
+    }
+    found = report.verdict("Held-out loss", ours, PAPER)
+    assert "(not finite: `partition.overlap=0.1`)" in found and "Of 1 pairs of settings 1 differ as in the paper" in found
+    assert "best" not in report.verdict("Held-out loss", {"a": {0: inf, 1: 1.0}}, PAPER)
+    assert report.beyond_reference(ours, "partition.overlap=0.1").endswith("none.")
+    assert report.with_spread({0: inf, 1: 1.0}) == "inf ± nan"
+    rows = [row("a", 0, nan, metric=report.FID, guidance="1.0"), row("a", 0, 2.0, metric=report.FID, guidance="1.5")]
+    assert report.best_guidance(report.columns_of(rows, {"p": {}})) == "1.5"
+
+
+def test_a_curve_is_the_mean_of_seeds_that_were_measured_at_the_same_steps():
+    group = report.Group("digits", "v1", "layer_work")
+    table = next(table for table in report.TABLES if table.name == "overlap")
+    steps = {0: "1 2", 1: "1 2", 2: "1 2 3"}
+    rows = [row("a", seed, 0.0, step=step, loss=step) for seed, step in steps.items()]
+    grid, curves = report.mean_series(rows, table, group, "step", "loss")
+    assert grid.tolist() == [1, 2] and curves["a"].tolist() == [1, 2]
+
+
+def write_records(folder: Path, rows: list[dict[str, str]]) -> Path:
+    folder.mkdir()
+    collect.write_rows(folder / "overlap.csv", rows, collect.COLUMNS)
+    (folder / "protocols.json").write_text(json.dumps({"p": {"split": "test"}}))
+    return folder
+
+
+def test_few_records_and_odd_ones_make_a_report(tmp_path):
+    """One setting of one seed; a seed that is not a number; pictures of other widths; a floor alone."""
+    rows = [row("partition.overlap=0.1", 0, 0.3), row(collect.FLOOR, 0, 0.5, scale="fashion", metric=report.FID)]
+    report.Report(write_records(tmp_path / "one", rows), tmp_path).write()
+    assert "| `partition.overlap=0.1` |" in (tmp_path / "REPORT.md").read_text()
+    assert "### fashion" not in (tmp_path / "REPORT.md").read_text()
+    rows += [row("partition.overlap=0", seed, value) for seed, value in enumerate((math.nan, 0.3))]
+    records = write_records(tmp_path / "several", rows)
+    (records / "samples").mkdir()
+    for index, own in enumerate(rows[::2]):
+        strip = Image.fromarray(np.zeros((8, 8 + 8 * index), np.uint8))
+        strip.save(records / "samples" / collect.image_name(own, 1.0))
+    report.Report(records, tmp_path).write()
+    text = (tmp_path / "REPORT.md").read_text()
+    assert "nan ± nan" in text and "not finite: `partition.overlap=0`" in text
+    assert (tmp_path / "report" / "overlap_digits_v1_layer_work_samples.png").is_file()
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda records: shutil.rmtree(records), "holds no records"),
+        (lambda records: (records / "overlap.csv").unlink(), "holds no records"),
+        (lambda records: (records / "protocols.json").unlink(), "protocols.json lacks p"),
+        (lambda records: cut(records / "protocols.json"), "protocols.json is not a list of protocols"),
+        (lambda records: cut(records / "overlap.csv"), "overlap.csv has a row that is cut off"),
+        (lambda records: (records / "overlap.csv").write_text("edge\n1\n"), "overlap.csv does not have the columns"),
+        (lambda records: (records / "benchmark.csv").write_text("name\n1\n"), "benchmark.csv does not have the columns"),
+        (lambda records: (records / "edges.csv").write_bytes(b"\xff\xfe"), "edges.csv does not have the columns"),
+    ],
+)
+def test_damaged_records_leave_the_report_as_it_was(damage, words, tmp_path, monkeypatch):
+    records = write_records(tmp_path / "records", [row("partition.overlap=0", 0, 0.3)])
+    (tmp_path / "report").mkdir()
+    before = [tmp_path / "REPORT.md", tmp_path / "report" / "picture.png"]
+    for path in before:
+        path.write_text("before")
+    damage(records)
+    monkeypatch.setattr(sys, "argv", ["report", "--records", str(records), "--out", str(tmp_path)])
+    with pytest.raises(SystemExit, match=f"^error: .*{words}[^\n]*$"):
+        report.main()
+    assert [path.read_text() for path in before] == ["before", "before"]
+
+
+def test_a_report_that_cannot_be_written_is_a_sentence(tmp_path, monkeypatch):
+    records = write_records(tmp_path / "records", [row("partition.overlap=0", 0, 0.3)])
+    (tmp_path / "out").touch()
+    monkeypatch.setattr(sys, "argv", ["report", "--records", str(records), "--out", str(tmp_path / "out")])
+    with pytest.raises(SystemExit, match="error: the report in .* cannot be drawn .*: set --out"):
+        report.main()
 
 
 def test_the_paper_is_found_for_every_table_of_other_models():
