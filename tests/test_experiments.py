@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ import config as configuration
 import main
 import pipeline
 from experiments import collect, report
+from hydra_plugins.surviving_sweeper import SurvivingSweeper, reason
 
 CONFIGS = ROOT / "configs"
 OVERLAYS = sorted(path.stem for path in (CONFIGS / "experiment").glob("*.yaml"))
@@ -200,6 +202,19 @@ def test_a_failing_run_leaves_the_others_running_and_can_be_mended(tmp_path):
     command_line(*command, cwd=tmp_path)
     assert (wanted[1] / "results.json").is_file()
     assert finished == {seed: (wanted[seed] / "results.json").stat().st_mtime_ns for seed in (0, 2)}
+
+
+def test_a_sweep_whose_folder_cannot_be_written_is_a_sentence(tmp_path):
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", tmp_path / "file" / "inside", Path("/proc/runs")):
+        sweeper = SimpleNamespace(config=OmegaConf.create({"hydra": {"sweep": {"dir": str(folder)}}}))
+        with pytest.raises(SystemExit, match=f"error: the sweep's folder {folder} cannot be written .*: set out="):
+            SurvivingSweeper.sweep(sweeper, ["seed=0,1"])
+
+
+def test_a_failure_without_words_is_named_by_its_kind():
+    assert reason(MemoryError()) == "MemoryError()" and reason(KeyError("lost")) == "KeyError('lost')"
+    assert reason(configuration.SettingError("a sentence")) == "a sentence"
 
 
 def test_exceptions_and_exits_alike_are_named_at_the_end(tmp_path):
