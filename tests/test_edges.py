@@ -59,6 +59,17 @@ def test_an_expert_is_a_run_over_its_interval():
     torch.testing.assert_close(configuration.levels(config).inverse_cdf(q), whole.inverse_cdf(low + q * (high - low)))
 
 
+@pytest.mark.parametrize(
+    ("typed", "words"), [("seed=3", "seed was typed"), ("train.stepz=5", "stepz"), ("train.steps=0", "train.steps=0")]
+)
+def test_what_a_study_sets_or_cannot_do_is_refused_in_a_sentence(typed, words, tmp_path, monkeypatch):
+    path = tmp_path / "edges.csv"
+    monkeypatch.setattr("sys.argv", ["edges", typed, f"out={tmp_path}", "--records", str(path)])
+    with pytest.raises(SystemExit, match=f"error: .*{words}"):
+        edges.main()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_section_names_every_candidate():
     random = np.random.default_rng(0)
     rows = []

@@ -24,7 +24,7 @@ from test_data import write_binary, write_idx
 import config as configuration
 import main
 import pipeline
-from experiments import collect, report
+from experiments import benchmark, collect, report
 from hydra_plugins.surviving_sweeper import SurvivingSweeper, reason
 
 CONFIGS = ROOT / "configs"
@@ -576,6 +576,16 @@ def test_a_report_that_cannot_be_written_is_a_sentence(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["report", "--records", str(records), "--out", str(tmp_path / "out")])
     with pytest.raises(SystemExit, match="error: the report in .* cannot be drawn .*: set --out"):
         report.main()
+
+
+@pytest.mark.parametrize(("typed", "words"), [("wrong_name", "no measurement wrong_name"), ("--threads=0", "at least 1")])
+def test_a_benchmark_of_nothing_is_refused(typed, words, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["benchmark", typed])
+    with pytest.raises(SystemExit):
+        benchmark.parse_arguments()
+    assert words in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="error: device=tpu"):
+        benchmark.run([], "tpu", 1)
 
 
 def test_the_paper_is_found_for_every_table_of_other_models():
