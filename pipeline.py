@@ -103,6 +103,7 @@ def check(config: Config, folder: Path, hardware: Hardware) -> None:
     if config.mode in ("run", "sample", "evaluate") and config.model.name == "dit":
         sampler.check_room(config.sampler, generation.image_shape(config), folder)
     read_results(folder)
+    read_tables(folder)
     if config.mode == "encode":
         latents.check_encode(config.data)
     elif config.mode != "sample":
@@ -277,7 +278,7 @@ def read_results(folder: Path) -> list[dict[str, Any]]:
     try:
         results = json.loads(path.read_text()) if path.exists() else []
         for result in results:
-            result_key(result), result["questions"]
+            result_key(result), result["questions"], result["title"], result["scores"]
     except (ValueError, TypeError, KeyError, OSError) as error:
         raise SettingError(f"{path} is not a list of results ({error}): move it away, and scores are computed again") from None
     return results
@@ -297,10 +298,25 @@ def write_results(folder: Path, results: list[dict[str, Any]]) -> None:
 
 def write_asked(folder: Path, asked: dict[str, Any]) -> None:
     """Adds to tables.json which table wants which of the results; experiments/collect.py makes records of these."""
-    path = folder / "tables.json"
-    known = json.loads(path.read_text()) if path.exists() else []
+    known = read_tables(folder)
     if asked not in known:
-        checkpoint.write_atomically(path, json.dumps([*known, asked], indent=1) + "\n")
+        checkpoint.write_atomically(folder / "tables.json", json.dumps([*known, asked], indent=1) + "\n")
+
+
+def read_tables(folder: Path) -> list[dict[str, Any]]:
+    """Returns which table wants which of the results, from tables.json.
+
+    Raises:
+        SettingError: the file was damaged.
+    """
+    path = folder / "tables.json"
+    try:
+        tables = json.loads(path.read_text()) if path.exists() else []
+        for asked in tables:
+            asked["experiment"], asked["question"]
+    except (ValueError, TypeError, KeyError, OSError) as error:
+        raise SettingError(f"{path} is not a list of tables ({error}): move it away, and repeat each table's command") from None
+    return tables
 
 
 def result_key(result: dict[str, Any]) -> str:

@@ -538,11 +538,9 @@ def parse_bytes(text: str) -> int:
         SettingError: not a number with a unit.
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]+)\s*", text)
-    require(
-        found is not None and found[2].upper() in UNITS and float(found[1]) > 0,
-        f"memory={text} is not a size: write a number and a unit, such as memory=8GiB",
-    )
-    return int(float(found[1]) * UNITS[found[2].upper()])
+    size = float(found[1]) * UNITS.get(found[2].upper(), 0) if found is not None else 0
+    require(0 < size < math.inf, f"memory={text} is not a size: write a number and a unit, such as memory=8GiB")
+    return int(size)
 
 
 def micro_batches(batch_size: int) -> list[int]:

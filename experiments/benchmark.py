@@ -28,7 +28,7 @@ import generation
 import hardware as machine
 import main
 import profiling
-from config import Config
+from config import Config, SettingError
 from experiments import collect
 from experiments.collect import read_rows, replace_rows, write_rows
 from experiments.naive import naive_step
@@ -312,7 +312,10 @@ def add_records(new: list[dict[str, str]]) -> None:
 
 def run(names: list[str], device: str, threads: int | None) -> bool:
     """Makes the measurements that are not recorded yet, prints every row, and returns whether each is within its bound."""
-    hardware = machine.set_up(device, "auto", threads)
+    try:
+        hardware = machine.set_up(device, "auto", threads)
+    except SettingError as error:
+        sys.exit(f"error: {error}")
     known = machine.environment()
     about = {
         "load": f"{os.getloadavg()[0]:.2f}",  # before this process adds its own
@@ -351,6 +354,8 @@ def parse_arguments() -> argparse.Namespace:
     unknown = set(arguments.names) - MEASUREMENTS.keys()
     if unknown:
         parser.error(f"there is no measurement {', '.join(sorted(unknown))}")
+    if arguments.threads is not None and arguments.threads < 1:
+        parser.error(f"--threads {arguments.threads} must be at least 1")
     return arguments
 
 

@@ -3,7 +3,8 @@
     python -m experiments.collect runs/*
 
 Each run knows which tables asked for it (tables.json) and what was scored (results.json). Records are only added or replaced:
-a row is what one seed scored for one setting of one table under one protocol. experiments/records/ then holds
+a row is what one seed scored for one setting of one table under one protocol. What is missing, damaged or of another kind is
+refused in a sentence, and then nothing is written. experiments/records/ then holds
 
     <table>.csv      a row per score
     levels.csv       a row per run and table: the held-out loss at every level
@@ -17,9 +18,11 @@ nothing was drawn, or where a score is of several temperatures together.
 
 import argparse
 import csv
+import io
 import json
 import re
 import shlex
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -27,8 +30,11 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from config import digest, without_later
-from sampler import load_arrays
+import checkpoint
+import pipeline
+from config import SettingError, digest, require, without_later
+from files import write_atomically
+from sampler import is_whole, load_arrays
 from text_scores import at_matched_entropy
 from train import read_metrics
 
@@ -39,6 +45,7 @@ IMAGES = 20  # of each setting, with the same seeds and labels for all
 KEY = ("table", "scale", "paper", "match", "setting", "seed", "metric", "guidance", "protocol")
 COLUMNS = (*KEY, "value", "seconds", "command", "commit", "hardware")
 SERIES = ("table", "scale", "paper", "match", "setting", "seed", "protocol")
+SERIES_COLUMNS = {"levels": (*SERIES, "levels", "loss"), "curves": (*SERIES, "step", "loss")}
 # Kinds of result of which every score is a row, and what its name begins with there where another kind has the same.
 WHOLE = {"classification": "", "label_denoising": "denoising_", "training_cost": "", "likelihood": "", "next_token": ""}
 WHOLE |= {"embeddings": "embedding_", "generated_text": "", "matched_text": "", "heldout_text": ""}
@@ -152,28 +159,36 @@ def compared(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 class Records:
-    """The records of a folder, read, added to and written again."""
+    """The records of a folder, read, added to and written again; nothing is changed on the disk before that."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        found = {path.stem: read_rows(path) for path in sorted(folder.glob("*.csv"))}
-        self.series = {name: found.get(name, []) for name in ("levels", "curves")}
+        self.series = {name: read_records(folder / f"{name}.csv", columns) for name, columns in SERIES_COLUMNS.items()}
         # Other scripts keep records of other columns in the same folder.
-        self.scores = {name: rows for name, rows in found.items() if rows and tuple(rows[0]) == COLUMNS}
-        path = folder / "protocols.json"
-        self.protocols = json.loads(path.read_text()) if path.exists() else {}
+        paths = [path for path in sorted(folder.glob("*.csv")) if path.stem not in self.series and columns_of(path) == COLUMNS]
+        self.scores = {path.stem: read_records(path) for path in paths}
+        self.protocols = read_protocols(folder, [*self.scores.values(), *self.series.values()])
+        self.images: dict[str, Image.Image] = {}  # to be written, by name
 
     def add(self, folder: Path) -> int:
-        """Adds a run's results for every table that asked for it; returns how many rows."""
-        path = folder / "tables.json"
-        if not path.exists():
+        """Adds a run's results for every table that asked for it; returns how many rows.
+
+        Raises:
+            SettingError: a file of the run is missing or damaged, or a file of the records has a table's name.
+        """
+        tables = pipeline.read_tables(folder)
+        if not tables:
             return 0
-        results = json.loads((folder / "results.json").read_text())
-        parts = json.loads((folder / "checkpoint" / "run.json").read_text())["parts"]
-        seconds = round(sum(part["seconds"] for part in parts.values()))
+        results, run = pipeline.read_results(folder), checkpoint.read_run(folder)
+        require(run is not None, f"{folder} is scored but holds no checkpoint: put that back, or leave the run out")
+        seconds = round(sum(part["seconds"] for part in run["parts"].values()))
         count = 0
-        for asked in json.loads(path.read_text()):
+        for asked in tables:
             own = [result for result in results if asked["question"] in result["questions"]]
+            require(
+                len(own) > 0,
+                f"{folder / 'results.json'} lacks what experiment={asked['experiment']} asked for: repeat its command",
+            )
             for result in [*own, *compared(own)]:
                 count += self.add_result(folder, asked, result, seconds)
         return count
@@ -219,8 +234,17 @@ class Records:
             for (metric, guidance), value in found.items()
             if value is not None
         ]
-        replace_rows(self.scores.setdefault(asked["experiment"], []), rows, KEY)
+        replace_rows(self.rows_of(asked["experiment"]), rows, KEY)
         return len(rows)
+
+    def rows_of(self, table: str) -> list[dict[str, Any]]:
+        """Returns a table's rows, to be added to."""
+        path = self.folder / f"{table}.csv"
+        require(
+            table in self.scores or not (table in self.series or path.exists()),
+            f"experiment={table} would replace {path}, which is not a table's records: move it away, or rename the overlay",
+        )
+        return self.scores.setdefault(table, [])
 
     def add_series(self, name: str, common: dict[str, Any], **values: list[float]) -> None:
         """Adds a row of numbers in order, separated by spaces."""
@@ -233,21 +257,35 @@ class Records:
         seeds = [int(row["seed"]) for row in self.scores.get(common["table"], []) if row_is(row, common, SERIES[:5])]
         if seeds and min(seeds) < common["seed"]:
             return
-        images, _ = load_arrays(folder / "samples.npz")
+        path = folder / "samples.npz"
+        require(
+            is_whole(path),
+            f"{path}, which the records show, is missing or damaged: move the run's results.json away and repeat its command",
+        )
+        images, _ = load_arrays(path)
         strip = np.concatenate(list(images[:IMAGES].transpose(0, 2, 3, 1)), axis=1)  # (H, IMAGES W, C)
-        (self.folder / "samples").mkdir(parents=True, exist_ok=True)
-        Image.fromarray(strip.squeeze(-1) if strip.shape[-1] == 1 else strip).save(self.folder / "samples" / name, optimize=True)
+        self.images[name] = Image.fromarray(strip.squeeze(-1) if strip.shape[-1] == 1 else strip)
 
     def write(self) -> None:
-        """Writes all records, in an order of their own, so that git shows what was added."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        for name, rows in {**self.scores, **self.series}.items():
-            rows.sort(key=lambda row: [str(row[key]) for key in KEY if key in row])
-            if rows:
-                write_rows(self.folder / f"{name}.csv", rows, COLUMNS if name in self.scores else tuple(rows[0]))
+        """Writes all records, in an order of their own, so that git shows what was added.
+
+        Raises:
+            SettingError: the disk does not take them.
+        """
         used = {row["protocol"] for rows in (*self.scores.values(), *self.series.values()) for row in rows}
         kept = {key: self.protocols[key] for key in sorted(used)}
-        (self.folder / "protocols.json").write_text(json.dumps(kept, indent=1) + "\n")
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_atomically(self.folder / "protocols.json", json.dumps(kept, indent=1) + "\n")  # before the rows that name them
+            for name, rows in {**self.scores, **self.series}.items():
+                rows.sort(key=lambda row: [str(row[key]) for key in KEY if key in row])
+                if rows:
+                    write_rows(self.folder / f"{name}.csv", rows, SERIES_COLUMNS.get(name, COLUMNS))
+            for name, image in self.images.items():
+                (self.folder / "samples").mkdir(exist_ok=True)
+                image.save(self.folder / "samples" / name, optimize=True)
+        except OSError as error:
+            raise SettingError(f"the records in {self.folder} cannot be written ({error.strerror}): set --records") from None
 
 
 def image_name(row: dict[str, Any], guidance: float) -> str:
@@ -268,12 +306,54 @@ def read_rows(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+def columns_of(path: Path) -> tuple[str, ...]:
+    """Returns the columns of a CSV file; of another file, what is in their place."""
+    with open(path, newline="", errors="replace") as file:
+        return tuple(file.readline().rstrip("\r\n").split(","))
+
+
+def read_records(path: Path, columns: tuple[str, ...] = COLUMNS) -> list[dict[str, str]]:
+    """Returns the rows of a file of records; none where there is no file.
+
+    Raises:
+        SettingError: it has other columns, or a row that is not whole.
+    """
+    if not path.exists():
+        return []
+    require(columns_of(path) == columns, f"{path} does not have the columns {','.join(columns)}: put back the file that has")
+    try:
+        rows = read_rows(path)
+        whole = path.read_bytes().endswith(b"\n") and all(None not in row and None not in row.values() for row in rows)
+        [(int(row.get("seed", 0)), float(row.get("value", 0))) for row in rows if whole]
+    except (ValueError, csv.Error):
+        whole = False
+    require(whole, f"{path} has a row that is cut off or damaged: put back the file that was whole")
+    return rows
+
+
+def read_protocols(folder: Path, tables: Iterable[list[dict[str, str]]]) -> dict[str, dict[str, Any]]:
+    """Returns what the protocols' digests stand for, those of some tables' rows among them.
+
+    Raises:
+        SettingError: protocols.json is damaged, or lacks one of these.
+    """
+    path = folder / "protocols.json"
+    try:
+        protocols = json.loads(path.read_text()) if path.exists() else {}
+        lacking = sorted({row["protocol"] for rows in tables for row in rows} - protocols.keys())
+    except (ValueError, AttributeError) as error:
+        raise SettingError(f"{path} is not a list of protocols ({error}): put back the file that was whole") from None
+    require(not lacking, f"{path} lacks {', '.join(lacking[:3])}, which rows beside it name: put back the file that has them")
+    return protocols
+
+
 def write_rows(path: Path, rows: list[dict[str, Any]], columns: tuple[str, ...]) -> None:
-    """Writes a CSV file of these columns."""
-    with open(path, "w", newline="") as file:
-        writer = csv.DictWriter(file, columns, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+    """Writes a CSV file of these columns, in one move."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_atomically(path, text.getvalue())
 
 
 def row_is(row: dict[str, Any], other: dict[str, Any], columns: Iterable[str]) -> bool:
@@ -293,10 +373,20 @@ def main() -> None:
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder")
     parser.add_argument("--records", type=Path, default=RECORDS, help="folder of the records (default: %(default)s)")
     arguments = parser.parse_args()
-    records = Records(arguments.records)
-    counts = {folder: records.add(folder) for folder in arguments.runs}
-    records.write()
-    print(f"{sum(counts.values())} rows of {sum(count > 0 for count in counts.values())} runs in {arguments.records}")
+    try:
+        for folder in arguments.runs:
+            require(folder.exists(), f"{folder} is not there: name the folders of runs")
+        records = Records(arguments.records)
+        counts = {folder: records.add(folder) for folder in arguments.runs}
+        found = sum(count > 0 for count in counts.values())
+        require(found > 0, "no table has scores in what was named: name runs of a command with experiment= that finished")
+        records.write()
+    except SettingError as error:
+        sys.exit(f"error: {error}")
+    print(f"{sum(counts.values())} rows of {found} runs in {arguments.records}")
+    left = [str(folder) for folder, count in counts.items() if count == 0 and (folder / "checkpoint").is_dir()]
+    if left:
+        print(f"no table has scores in {', '.join(left)}")
 
 
 if __name__ == "__main__":

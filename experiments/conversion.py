@@ -11,6 +11,7 @@ import argparse
 import dataclasses
 import functools
 import statistics
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +22,9 @@ from typing import Any
 import numpy as np
 import torch
 from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor, nn
 
 import config as configuration
@@ -30,10 +33,10 @@ import generation
 import hardware as machine
 import main as entry_point
 from checkpoint import Part
-from config import Config
+from config import Config, SettingError, require
 from convert import starting_weights
 from data import ImageData, Source
-from experiments.collect import RECORDS, read_rows, replace_rows, setting_of, short_commit, write_rows
+from experiments.collect import RECORDS, read_records, replace_rows, setting_of, short_commit, write_rows
 from experiments.edges import numbers
 from hardware import Hardware
 from model import Batch, Draw, EDMObjective, build_model, build_module, build_objective, part_name
@@ -80,6 +83,11 @@ def make_config(overrides: Sequence[str], seed: int, method: str = "diffusion_bl
     Args:
         times: its steps, as a multiple of those of the overrides.
     """
+    for override in overrides:
+        key = override.partition("=")[0]
+        require(
+            key not in ("method", "seed"), f"{key} was typed, but the study sets it for each cell: leave it out, or give --seeds"
+        )
     assert entry_point.store.list("data")  # importing main registers the schema
     with initialize_config_dir(str(Path(entry_point.__file__).resolve().parent / "configs"), version_base="1.3"):
         composed = compose("config", [*USUAL, f"method={method}", f"seed={seed}", *overrides])
@@ -154,7 +162,7 @@ class Study:
 
     def __init__(self, name: str, overrides: list[str], path: Path) -> None:
         self.key, self.path, self.overrides = KEYS[name], path, overrides
-        self.rows: list[Row] = list(read_rows(path)) if path.exists() else []
+        self.rows: list[Row] = list(read_records(path, (*self.key, *SCORES)))
         config = make_config(overrides, 0)
         scale = next((item.partition("=")[2] for item in overrides if item.startswith("scale=")), "digits")
         self.common = {"scale": scale, "settings": setting_of(overrides)}
@@ -381,12 +389,17 @@ def main() -> None:
     parser.add_argument("--records", type=Path, help="default: records/studies/STUDY.csv")
     arguments = parser.parse_intermixed_args()
     path = arguments.records or RECORDS / "studies" / f"{arguments.study}.csv"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    for seed in arguments.seeds:
-        if arguments.study == "warm_start":
-            warm_start(arguments.overrides, seed, path, arguments.draws)
-        else:
-            adapt(arguments.overrides, seed, path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for seed in arguments.seeds:
+            if arguments.study == "warm_start":
+                warm_start(arguments.overrides, seed, path, arguments.draws)
+            else:
+                adapt(arguments.overrides, seed, path)
+    except (SettingError, HydraException, OmegaConfBaseException) as error:
+        sys.exit(f"error: {error}")
+    except OSError as error:
+        sys.exit(f"error: the rows in {path} cannot be written ({error}): set --records")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ tables from records/edges.csv.
 
 import argparse
 import itertools
+import sys
 from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
@@ -15,19 +16,22 @@ from pathlib import Path
 import numpy as np
 import torch
 from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 import checkpoint
 import config as configuration
 import generation
 import main as entry_point
 import pipeline
-from config import Config, require
+from checkpoint import WriteError
+from config import Config, SettingError, require
 from dblock_modules import LogNormalLevels
 from evaluation import loss_grid
-from experiments.collect import RECORDS, read_rows, replace_rows, short_commit, write_rows
+from experiments.collect import RECORDS, read_records, replace_rows, short_commit, write_rows
 from randomness import generator
-from train import read_metrics
+from train import NonFiniteLoss, read_metrics
 
 ABOUT = """Blocks do not interact, so the held-out loss of a partition is a sum over its intervals, J = sum_b of the integral over
 I_b of q(sigma) l_b(sigma). One expert is trained for every interval between two levels of a grid: a network of a block's depth
@@ -49,6 +53,9 @@ WEIGHTINGS = ("p_noise", "log_uniform")
 
 # An expert's depth for the steps of one of three blocks, so that a partition into three costs what end to end does.
 EXPERT = ("method=end_to_end", "eval.features=null", "train.label_dropout=0.1", "train.sample_every=0")
+
+# What tells the experts of a study apart, and is not typed.
+VARIED = ("method", "seed", "model.depth", "objective.sigma_min", "objective.sigma_max")
 
 KEY = ("seed", "kind", "low", "high")
 COLUMNS = (*KEY, "steps", "p_noise", "log_uniform", "levels", "loss", "dynamics", "commit")
@@ -111,6 +118,9 @@ def equal_parts(levels: np.ndarray, density: np.ndarray, num_blocks: int) -> tup
 
 def expert_config(overrides: list[str], seed: int, low: float, high: float, depth: int) -> Config:
     """Returns the run of one network over [low, high]."""
+    for override in overrides:
+        key = override.partition("=")[0]
+        require(key not in VARIED, f"{key} was typed, but the study sets it for each expert: leave it out, or give --seeds")
     typed = [*EXPERT, f"seed={seed}", f"model.depth={depth}", f"objective.sigma_min={low}", f"objective.sigma_max={high}"]
     assert entry_point.store.list("data")  # importing main registers the schema
     with initialize_config_dir(str(Path(entry_point.__file__).resolve().parent / "configs"), version_base="1.3"):
@@ -145,7 +155,7 @@ def measure(overrides: list[str], seed: int, path: Path) -> None:
     """
     steps = expert_config(overrides, seed, GRID[0], GRID[-1], DEPTH).train.steps
     require(steps % TENTHS == 0, f"train.steps={steps} is not a multiple of {TENTHS}: experts are compared after tenths of it")
-    rows = read_rows(path) if path.exists() else []
+    rows = read_records(path, COLUMNS)
 
     def run(kind: str, low: float, high: float, depth: int, *extra: str) -> None:
         config = expert_config([*overrides, *extra], seed, low, high, depth)
@@ -288,9 +298,14 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--records", type=Path, default=RECORDS / "edges.csv", help="default: %(default)s")
     arguments = parser.parse_args()
-    arguments.records.parent.mkdir(parents=True, exist_ok=True)
-    for seed in arguments.seeds:
-        measure(arguments.overrides, seed, arguments.records)
+    try:
+        arguments.records.parent.mkdir(parents=True, exist_ok=True)
+        for seed in arguments.seeds:
+            measure(arguments.overrides, seed, arguments.records)
+    except (SettingError, NonFiniteLoss, WriteError, HydraException, OmegaConfBaseException) as error:
+        sys.exit(f"error: {error}")
+    except OSError as error:
+        sys.exit(f"error: the rows in {arguments.records} cannot be written ({error}): set --records")
 
 
 if __name__ == "__main__":

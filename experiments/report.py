@@ -3,15 +3,16 @@
     python -m experiments.report
 
 Nothing in the report is typed in by hand, its verdicts included; the same records give the same bytes. The paper's values come
-from experiments/paper_tables.csv. Scores whose protocols differ never share a column.
+from experiments/paper_tables.csv. Scores whose protocols differ never share a column. Records that are missing or damaged are
+refused in a sentence, and the report that is there stays.
 """
 
 import argparse
 import itertools
-import json
 import math
 import re
 import statistics
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -23,8 +24,20 @@ from PIL import Image
 from scipy.special import stdtr
 
 import plots
-from experiments import conversion, edges
-from experiments.collect import FLOOR, RECORDS, image_name, read_rows, short_commit
+from config import SettingError, require
+from experiments import benchmark, conversion, edges
+from experiments.collect import (
+    COLUMNS,
+    FLOOR,
+    RECORDS,
+    SERIES_COLUMNS,
+    image_name,
+    read_protocols,
+    read_records,
+    read_rows,
+    short_commit,
+)
+from files import write_atomically
 
 ROOT = Path(__file__).resolve().parent
 README = ROOT.parent / "README.md"
@@ -447,9 +460,11 @@ def in_order(settings: Iterable[str], reference: str) -> list[str]:
 
 
 def spread(values: Iterable[float]) -> float | None:
-    """Returns the sample standard deviation; None for fewer than two values."""
+    """Returns the sample standard deviation; None for fewer than two values, nan where one of them is not finite."""
     values = list(values)
-    return statistics.stdev(values) if len(values) > 1 else None
+    if len(values) < 2:
+        return None
+    return statistics.stdev(values) if all(map(math.isfinite, values)) else math.nan
 
 
 def paired(ours: dict[int, float], theirs: dict[int, float]) -> tuple[float, float | None, int] | None:
@@ -481,13 +496,24 @@ def means(values: Values) -> dict[str, float]:
     return {setting: statistics.fmean(seeds.values()) for setting, seeds in values.items()}
 
 
+def is_seen(difference: tuple[float, float | None, int] | None) -> bool:
+    """Returns whether a paired difference is beyond its seeds' noise; one that is not a number is not."""
+    return difference is not None and difference[1] is not None and abs(difference[0]) > RESOLVED * difference[1]
+
+
 def verdict(name: str, ours: Values, paper: dict[str, float], better: str = "lower", paper_better: str = "lower") -> str:
     """Says whether a score orders the settings as the paper's does; `better` is what is better in each, lower or higher.
 
     A pair of settings is seen if the mean of its differences by seed is beyond twice its standard error. With few seeds that is
     a low bar, so the number of pairs that would pass it with no difference at all, by Student's t, stands beside. Settings that
-    the paper has equal are no pair.
+    the paper has equal are no pair; one of which a seed is not finite is named and left out.
     """
+    lost = [setting for setting, mean in means(ours).items() if not math.isfinite(mean)]
+    if lost:
+        ours = {setting: seeds for setting, seeds in ours.items() if setting not in lost}
+        name += f" (not finite: {', '.join(f'`{setting}`' for setting in lost)})"
+    if not ours:
+        return f"{name}: nothing to compare."
     average = means(ours)
     choose, choose_paper = ({"lower": min, "higher": max}[word] for word in (better, paper_better))
     best = choose(average, key=average.get)
@@ -504,12 +530,11 @@ def verdict(name: str, ours: Values, paper: dict[str, float], better: str = "low
         if difference is None or difference[1] is None:
             alone += 1
             continue
-        mean, error, seeds = difference
-        chance += 2 * stdtr(seeds - 1, -RESOLVED)
-        if abs(mean) <= RESOLVED * error:
+        chance += 2 * stdtr(difference[2] - 1, -RESOLVED)
+        if not is_seen(difference):
             unseen += 1
         else:
-            first_is_better = (mean < 0) == (better == "lower")
+            first_is_better = (difference[0] < 0) == (better == "lower")
             seen[first_is_better == ((paper[one] < paper[other]) == (paper_better == "lower"))] += 1
     if not seen[True] and not seen[False]:
         word = "the paper's trend is not resolved"
@@ -537,7 +562,7 @@ def beyond_reference(ours: Values, reference: str) -> str:
     seen = []
     for setting in in_order(ours.keys() - {reference}, reference):
         difference = paired(ours[setting], ours[reference])
-        if difference is not None and difference[1] is not None and abs(difference[0]) > RESOLVED * difference[1]:
+        if is_seen(difference):
             seen.append(f"`{setting}` ({difference[0]:+.3g}, {difference[2]} seeds)")
     return f" Seen to differ from `{reference}`: {', '.join(seen) or 'none'}."
 
@@ -562,12 +587,13 @@ def is_trivial(metric: str, protocol: dict[str, object]) -> bool:
 
 
 def best_guidance(columns: dict[Column, Values]) -> str | None:
-    """Returns the guidance at which the mean FID over all settings and splits is lowest, the same for every setting."""
+    """Returns the guidance at which the mean FID over all settings and splits is lowest, the same for all, if any is finite."""
     scores: dict[str, list[float]] = defaultdict(list)
     for column, values in columns.items():
         if column.metric == FID:
             scores[column.guidance] += means(values).values()
-    return min(scores, key=lambda guidance: statistics.fmean(scores[guidance])) if scores else None
+    average = {guidance: mean for guidance, found in scores.items() if math.isfinite(mean := statistics.fmean(found))}
+    return min(average, key=average.get) if average else None
 
 
 def shown_columns(table: Table, columns: dict[Column, Values]) -> list[Shown]:
@@ -760,15 +786,20 @@ class Report:
         self.records, self.out = records, out
         self.pictures = out / "report"
         self.paper = read_rows(ROOT / "paper_tables.csv")
-        self.levels, self.curves = (self.series(name) for name in ("levels", "curves"))
-        self.protocols = json.loads((records / "protocols.json").read_text())
+        self.levels, self.curves = (read_records(records / f"{name}.csv", columns) for name, columns in SERIES_COLUMNS.items())
+        names = sorted({table.experiment or table.name for table in TABLES})
+        self.tables = {name: read_records(records / f"{name}.csv", COLUMNS) for name in names}
+        self.edges = read_records(records / "edges.csv", edges.COLUMNS)
+        self.studies = {
+            study: read_records(records / "studies" / f"{study}.csv", (*key, *conversion.SCORES))
+            for study, key in conversion.KEYS.items()
+        }
+        self.benchmark = read_records(records / "benchmark.csv", benchmark.COLUMNS)
+        found = [*self.tables.values(), self.edges, *self.studies.values()]
+        require(any(found), f"{records} holds no records: make some by experiments.collect, or set --records")
+        self.protocols = read_protocols(records, [*self.tables.values(), self.levels, self.curves])
         self.text: list[str] = []
         self.readme: list[str] = []
-
-    def series(self, name: str) -> list[Row]:
-        """Returns the rows of one file of the records."""
-        path = self.records / f"{name}.csv"
-        return read_rows(path) if path.exists() else []
 
     def write(self) -> Path:
         """Writes REPORT.md and report/*.png, returns the path of the former, and leaves the README's part in `readme`."""
@@ -777,19 +808,19 @@ class Report:
             old.unlink()
         self.text.append((ROOT / "report_head.md").read_text())
         for table in TABLES:
-            rows = self.series(table.experiment or table.name)
+            rows = self.tables[table.experiment or table.name]
             rows = [row for row in rows if row["setting"] == FLOOR or table.settings(row["setting"])]
-            if rows:
+            if any(row["setting"] != FLOOR for row in rows):
                 self.table(table, rows)
-        self.text += edges.section(self.series("edges"))
-        self.text += conversion.section({study: self.series(f"studies/{study}") for study in conversion.KEYS})
+        self.text += edges.section(self.edges)
+        self.text += conversion.section(self.studies)
         path = self.out / "REPORT.md"
         path.write_text("\n".join(self.text))
         return path
 
     def into_readme(self, text: str) -> str:
         """Returns a README with the tables and pictures of README_TABLES, and the benchmark, between their marks."""
-        for (begin, end), drawn in ((MARKS, "\n".join(self.readme)), (COST_MARKS, benchmark_tables(self.series("benchmark")))):
+        for (begin, end), drawn in ((MARKS, "\n".join(self.readme)), (COST_MARKS, benchmark_tables(self.benchmark))):
             before, _, rest = text.partition(begin)
             text = f"{before}{begin}\n{drawn}{end}{rest.partition(end)[2]}"
         return text
@@ -802,7 +833,8 @@ class Report:
         for row in rows:
             groups[Group(row["scale"], row["paper"], row["match"])].append(row)
         for group, own in sorted(groups.items()):
-            self.group(table, group, own, paper)
+            if any(row["setting"] != FLOOR for row in own):
+                self.group(table, group, own, paper)
 
     def group(self, table: Table, group: Group, rows: list[Row], paper: dict[str, dict[str, float]]) -> None:
         """Adds one scale's table, verdicts and pictures."""
@@ -886,13 +918,20 @@ class Report:
             path = self.records / "samples" / image_name(row, 1.0)
             if path.exists():
                 found.append((setting, np.asarray(Image.open(path))))
+        widest = max((strip.shape[1] for _, strip in found), default=0)  # a setting may have drawn fewer images than others
         if found:
             order = ", ".join(f"`{setting}`" for setting, _ in found)
             path = self.picture(table, group, "samples", f"Samples at guidance 1 from the same seeds, from above: {order}.")
-            gap = np.full((1, *found[0][1].shape[1:]), 128, np.uint8)
-            stacked = np.concatenate([part for _, strip in found for part in (strip, gap)][:-1])
+            gap = np.full((1, widest, *found[0][1].shape[2:]), 128, np.uint8)
+            strips = [wider(strip, widest) for _, strip in found]
+            stacked = np.concatenate([part for strip in strips for part in (strip, gap)][:-1])
             scale = max(1, 960 // stacked.shape[1])
             Image.fromarray(stacked.repeat(scale, 0).repeat(scale, 1)).save(path, optimize=True)
+
+
+def wider(strip: np.ndarray, width: int) -> np.ndarray:
+    """Returns a strip of images, (H, W) or (H, W, 3), with grey to its right up to a width."""
+    return np.pad(strip, ((0, 0), (0, width - strip.shape[1]), *[(0, 0)] * (strip.ndim - 2)), constant_values=128)
 
 
 def picture_name(table: Table, group: Group, kind: str) -> str:
@@ -933,10 +972,15 @@ def main() -> None:
     parser.add_argument("--records", type=Path, default=RECORDS, help="folder of the records (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=ROOT, help="folder of REPORT.md (default: %(default)s)")
     arguments = parser.parse_args()
-    report = Report(arguments.records, arguments.out)
-    print(report.write())
-    if arguments.out == ROOT:
-        README.write_text(report.into_readme(README.read_text()))
+    try:
+        report = Report(arguments.records, arguments.out)
+        print(report.write())
+        if arguments.out == ROOT:
+            write_atomically(README, report.into_readme(README.read_text()))
+    except SettingError as error:
+        sys.exit(f"error: {error}")
+    except OSError as error:
+        sys.exit(f"error: the report in {arguments.out} cannot be drawn ({error}): set --out, or put back what this names")
 
 
 if __name__ == "__main__":

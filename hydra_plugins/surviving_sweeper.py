@@ -6,6 +6,7 @@ are installed beside it are found too).
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
@@ -25,13 +26,24 @@ class SurvivingSweeper(BasicSweeper):
         """Launches every combination of the sweep's parameters.
 
         Raises:
-            SystemExit: after the last run, if any failed.
+            SystemExit: before the first run, if the sweep's folder cannot be written; after the last one, if any failed.
         """
+        folder = Path(self.config.hydra.sweep.dir)
+        try:  # as Hydra does without a word of its own
+            folder.mkdir(parents=True, exist_ok=True)
+            open(folder / "multirun.yaml", "a").close()
+        except OSError as error:
+            sys.exit(f"error: the sweep's folder {folder} cannot be written ({error.strerror}): set out= to another one")
         super().sweep(arguments)
         failures, total = self.launcher.failures, self.launcher.launched
         if failures:
-            lines = "\n".join(f"  {' '.join(job.overrides)}: {job._return_value}" for job in failures)
+            lines = "\n".join(f"  {' '.join(job.overrides)}: {reason(job._return_value)}" for job in failures)
             sys.exit(f"error: {len(failures)} of {total} runs failed; the same command tries them again:\n{lines}")
+
+
+def reason(error: BaseException) -> str:
+    """Returns an error's message, with its kind where that would say little."""
+    return str(error) if " " in str(error) else repr(error)
 
 
 class CollectingLauncher:

@@ -36,13 +36,27 @@ def test_a_study_at_toy_size_goes_on_where_it_stopped(study: str, count: int, tm
     assert "Verdict" in text and all(f"| {row['start']} |" in text for row in rows)
 
 
-def test_a_block_that_is_not_adapted_keeps_its_losses(tmp_path: Path):
+def test_a_block_that_is_not_adapted_keeps_its_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(conversion.machine, "environment", lambda: {"commit": None})  # as outside git
     conversion.adapt(TOY, 0, tmp_path / "rows.csv")
     rows = {row["adapted"]: row["by_block"].split() for row in read_rows(tmp_path / "rows.csv") if row["start"] != "scratch"}
     for adapted, found in rows.items():
         for block in range(3):
             assert found[block] == rows["0 1 2" if str(block) in adapted else "none"][block]
     assert rows["none"] != rows["0 1 2"]
+
+
+@pytest.mark.parametrize(
+    ("typed", "words"), [("seed=3", "seed was typed"), ("method=shallow", "method was typed"), ("train.stepz=5", "stepz")]
+)
+def test_what_a_study_sets_or_does_not_know_is_refused_in_a_sentence(
+    typed, words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    path = tmp_path / "rows.csv"
+    monkeypatch.setattr("sys.argv", ["conversion", "adapt", *TOY, typed, "--records", str(path)])
+    with pytest.raises(SystemExit, match=f"error: .*{words}"):
+        conversion.main()
+    assert not path.exists()
 
 
 def distilled(share: float, draws: int) -> conversion.DistilledObjective:

@@ -59,10 +59,21 @@ def test_an_expert_is_a_run_over_its_interval():
     torch.testing.assert_close(configuration.levels(config).inverse_cdf(q), whole.inverse_cdf(low + q * (high - low)))
 
 
-def test_steps_without_tenths_are_refused(tmp_path):
-    with pytest.raises(configuration.SettingError, match=r"train\.steps=25 is not a multiple of 10"):
-        edges.measure(["train.steps=25"], 0, tmp_path / "edges.csv")
-    assert not list(tmp_path.iterdir())
+@pytest.mark.parametrize(
+    ("typed", "words"),
+    [
+        ("seed=3", "seed was typed"),
+        ("train.stepz=5", "stepz"),
+        ("train.steps=0", "train.steps=0"),
+        ("train.steps=25", "train.steps=25 is not a multiple of 10"),
+    ],
+)
+def test_what_a_study_sets_or_cannot_do_is_refused_in_a_sentence(typed, words, tmp_path, monkeypatch):
+    path = tmp_path / "edges.csv"
+    monkeypatch.setattr("sys.argv", ["edges", typed, f"out={tmp_path}", "--records", str(path)])
+    with pytest.raises(SystemExit, match=f"error: .*{words}"):
+        edges.main()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_section_names_every_candidate():

@@ -2,10 +2,14 @@
 
 import dataclasses
 import json
+import math
 import os
 import shlex
+import shutil
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,12 +18,14 @@ from hydra import compose, initialize_config_dir
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
+from PIL import Image
 from test_data import write_binary, write_idx
 
 import config as configuration
 import main
 import pipeline
 from experiments import benchmark, collect, report
+from hydra_plugins.surviving_sweeper import SurvivingSweeper, reason
 
 CONFIGS = ROOT / "configs"
 OVERLAYS = sorted(path.stem for path in (CONFIGS / "experiment").glob("*.yaml"))
@@ -202,6 +208,19 @@ def test_a_failing_run_leaves_the_others_running_and_can_be_mended(tmp_path):
     assert finished == {seed: (wanted[seed] / "results.json").stat().st_mtime_ns for seed in (0, 2)}
 
 
+def test_a_sweep_whose_folder_cannot_be_written_is_a_sentence(tmp_path):
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", tmp_path / "file" / "inside", Path("/proc/runs")):
+        sweeper = SimpleNamespace(config=OmegaConf.create({"hydra": {"sweep": {"dir": str(folder)}}}))
+        with pytest.raises(SystemExit, match=f"error: the sweep's folder {folder} cannot be written .*: set out="):
+            SurvivingSweeper.sweep(sweeper, ["seed=0,1"])
+
+
+def test_a_failure_without_words_is_named_by_its_kind():
+    assert reason(MemoryError()) == "MemoryError()" and reason(KeyError("lost")) == "KeyError('lost')"
+    assert reason(configuration.SettingError("a sentence")) == "a sentence"
+
+
 def test_exceptions_and_exits_alike_are_named_at_the_end(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
@@ -287,6 +306,100 @@ def test_runs_that_miss_points_are_averaged_where_all_have_some():
     assert steps.tolist() == [1, 3] and losses["a=1"].tolist() == [3, 5]
     apart = [rows[0], {**row, "step": "9", "loss": "1"}]
     assert report.mean_series(apart, table, group, "step", "loss")[1] == {}
+
+
+def finished_run(folder: Path, seed: int = 0, table: str = "main") -> Path:
+    """Writes what collect reads of a run that is scored."""
+    asked = {"experiment": table, "scale": "digits", "paper": "v4", "match": "layer_work", "question": "q"}
+    trained_on = {"precision": "fp32", "device": "cpu", "cpu": "a processor", "threads": 1}
+    result = {
+        "kind": "heldout_loss",
+        "title": "held-out loss",
+        "scores": {"integrated": 0.3},
+        "by_level": {"levels": [0.1, 1.0], "loss": [0.2, 0.4]},
+        "protocol": {"split": "test", "trained": {"seed": seed}, "trained_on": trained_on, "trained_at": None},
+        "questions": ["q"],
+    }
+    files = {
+        "tables.json": [{**asked, "overrides": ["method=end_to_end", f"seed={seed}"]}],
+        "results.json": [result],
+        "checkpoint/run.json": {"format": 1, "parts": {"block_0": {"seconds": 2.0}}},
+    }
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(json.dumps(content))
+    return folder
+
+
+def collected(*arguments: object) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["collect", *map(str, arguments)])
+        collect.main()
+
+
+def cut(path: Path) -> None:
+    path.write_text(path.read_text()[:-9])
+
+
+# What happens to a run or to the records, and what the sentence says.
+DAMAGE = [
+    (lambda run, records: shutil.rmtree(run), "is not there"),
+    (lambda run, records: (run / "tables.json").unlink(), "no table has scores"),
+    (lambda run, records: cut(run / "tables.json"), "tables.json is not a list of tables"),
+    (lambda run, records: (run / "results.json").unlink(), "lacks what experiment=main asked for"),
+    (lambda run, records: cut(run / "results.json"), "results.json is not a list of results"),
+    (lambda run, records: (run / "results.json").write_text('[{"kind": "floor"}]'), "results.json is not a list of results"),
+    (lambda run, records: shutil.rmtree(run / "checkpoint"), "holds no checkpoint"),
+    (lambda run, records: cut(run / "checkpoint" / "run.json"), "run.json is not a checkpoint's description"),
+    (lambda run, records: finished_run(run, table="edges"), "would replace .*edges.csv"),
+    (lambda run, records: finished_run(run, table="levels"), "would replace .*levels.csv"),
+    (lambda run, records: (records / "main.csv").write_text("table,score\nmain,1\n"), "would replace .*main.csv"),
+    (lambda run, records: (records / "main.csv").write_text(""), "would replace .*main.csv"),
+    (lambda run, records: cut(records / "main.csv"), "main.csv has a row that is cut off"),
+    (lambda run, records: (records / "levels.csv").write_text("level\n1\n"), "levels.csv does not have the columns"),
+    (lambda run, records: cut(records / "protocols.json"), "protocols.json is not a list of protocols"),
+    (lambda run, records: (records / "protocols.json").unlink(), "protocols.json lacks"),
+]
+
+
+@pytest.mark.parametrize(("damage", "words"), DAMAGE, ids=[words for _, words in DAMAGE])
+def test_damaged_runs_and_records_are_refused_in_a_sentence(damage, words, tmp_path):
+    """Whole runs that are named beside it do not change the records either."""
+    records, runs = tmp_path / "records", [finished_run(tmp_path / "runs" / str(seed), seed) for seed in (0, 1)]
+    collected(runs[0], "--records", records)
+    (records / "edges.csv").write_text("edges,kind\n1,2\n")
+    other = [] if "no table" in words else [finished_run(tmp_path / "runs" / "2", 2)]
+    damage(runs[1], records)
+    before = {path: path.read_bytes() for path in records.rglob("*.*")}
+    with pytest.raises(SystemExit, match=f"^error: .*{words}[^\n]*$"):
+        collected(*other, runs[1], "--records", records)
+    assert before == {path: path.read_bytes() for path in records.rglob("*.*")}
+
+
+def test_records_that_cannot_be_written_are_a_sentence(tmp_path):
+    (tmp_path / "records").touch()
+    with pytest.raises(SystemExit, match="error: the records in .* cannot be written .*: set --records"):
+        collected(finished_run(tmp_path / "run"), "--records", tmp_path / "records")
+
+
+def test_what_has_no_scores_is_left_and_named(tmp_path, capsys):
+    """What else lies in a sweep's folder, and runs that are under way; a run that is named twice is in the records once."""
+    run, unfinished = finished_run(tmp_path / "finished"), finished_run(tmp_path / "unfinished", seed=1)
+    (unfinished / "tables.json").unlink()
+    (tmp_path / "multirun.yaml").touch()
+    collected(run, tmp_path / "multirun.yaml", unfinished, run, "--records", tmp_path / "records")
+    assert f"no table has scores in {unfinished}\n" in capsys.readouterr().out
+    rows = collect.read_rows(tmp_path / "records" / "main.csv")
+    assert [(row["seed"], row["metric"], row["value"], row["seconds"]) for row in rows] == [("0", "heldout_loss", "0.3", "2")]
+
+
+def test_a_damaged_list_of_tables_is_refused_before_the_work(tmp_path):
+    config = resolved(*SHRUNK, f"folder={tmp_path}")
+    (tmp_path / "lock").touch()
+    (tmp_path / "tables.json").write_text("[{")
+    with pytest.raises(configuration.SettingError, match="tables.json is not a list of tables"):
+        pipeline.run(config, {"experiment": "main"})
+    assert not (tmp_path / "checkpoint").exists()
 
 
 def test_a_protocol_leaves_out_what_the_table_varies_and_nothing_else(tiny_run):
@@ -427,6 +540,91 @@ def test_verdicts_know_what_is_better(ours, words):
         found = report.verdict("Score", values, paper, better, "higher")
         assert words in found and "the paper's `method=end_to_end`" in found
         assert f"our best is `{max(accuracy, key=lambda setting: accuracy[setting][0])}`" in found
+
+
+def test_a_score_that_is_not_finite_is_named_and_decides_nothing():
+    nan, inf = math.nan, math.inf
+    ours = {
+        "partition.overlap=0": {0: 0.3, 1: 0.31},
+        "partition.overlap=0.1": {0: nan, 1: 0.1},
+        "partition.overlap=0.2": {0: 0.4, 1: 0.4},
+    }
+    found = report.verdict("Held-out loss", ours, PAPER)
+    assert "(not finite: `partition.overlap=0.1`)" in found and "Of 1 pairs of settings 1 differ as in the paper" in found
+    assert "best" not in report.verdict("Held-out loss", {"a": {0: inf, 1: 1.0}}, PAPER)
+    assert report.beyond_reference(ours, "partition.overlap=0.1").endswith("none.")
+    assert report.with_spread({0: inf, 1: 1.0}) == "inf ± nan"
+    rows = [row("a", 0, nan, metric=report.FID, guidance="1.0"), row("a", 0, 2.0, metric=report.FID, guidance="1.5")]
+    assert report.best_guidance(report.columns_of(rows, {"p": {}})) == "1.5"
+
+
+def write_records(folder: Path, rows: list[dict[str, str]]) -> Path:
+    folder.mkdir()
+    collect.write_rows(folder / "overlap.csv", rows, collect.COLUMNS)
+    (folder / "protocols.json").write_text(json.dumps({"p": {"split": "test"}}))
+    return folder
+
+
+def test_few_records_and_odd_ones_make_a_report(tmp_path):
+    """One setting of one seed; a seed that is not a number; pictures of other widths; a floor alone."""
+    rows = [row("partition.overlap=0.1", 0, 0.3), row(collect.FLOOR, 0, 0.5, scale="fashion", metric=report.FID)]
+    report.Report(write_records(tmp_path / "one", rows), tmp_path).write()
+    assert "| `partition.overlap=0.1` |" in (tmp_path / "REPORT.md").read_text()
+    assert "### fashion" not in (tmp_path / "REPORT.md").read_text()
+    rows += [row("partition.overlap=0", seed, value) for seed, value in enumerate((math.nan, 0.3))]
+    records = write_records(tmp_path / "several", rows)
+    (records / "samples").mkdir()
+    for index, own in enumerate(rows[::2]):
+        strip = Image.fromarray(np.zeros((8, 8 + 8 * index), np.uint8))
+        strip.save(records / "samples" / collect.image_name(own, 1.0))
+    report.Report(records, tmp_path).write()
+    text = (tmp_path / "REPORT.md").read_text()
+    assert "nan ± nan" in text and "not finite: `partition.overlap=0`" in text
+    assert (tmp_path / "report" / "overlap_digits_v1_layer_work_samples.png").is_file()
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda records: shutil.rmtree(records), "holds no records"),
+        (lambda records: (records / "overlap.csv").unlink(), "holds no records"),
+        (lambda records: (records / "protocols.json").unlink(), "protocols.json lacks p"),
+        (lambda records: cut(records / "protocols.json"), "protocols.json is not a list of protocols"),
+        (lambda records: cut(records / "overlap.csv"), "overlap.csv has a row that is cut off"),
+        (lambda records: (records / "overlap.csv").write_text("edge\n1\n"), "overlap.csv does not have the columns"),
+        (lambda records: (records / "benchmark.csv").write_text("name\n1\n"), "benchmark.csv does not have the columns"),
+        (lambda records: (records / "edges.csv").write_bytes(b"\xff\xfe"), "edges.csv does not have the columns"),
+    ],
+)
+def test_damaged_records_leave_the_report_as_it_was(damage, words, tmp_path, monkeypatch):
+    records = write_records(tmp_path / "records", [row("partition.overlap=0", 0, 0.3)])
+    (tmp_path / "report").mkdir()
+    before = [tmp_path / "REPORT.md", tmp_path / "report" / "picture.png"]
+    for path in before:
+        path.write_text("before")
+    damage(records)
+    monkeypatch.setattr(sys, "argv", ["report", "--records", str(records), "--out", str(tmp_path)])
+    with pytest.raises(SystemExit, match=f"^error: .*{words}[^\n]*$"):
+        report.main()
+    assert [path.read_text() for path in before] == ["before", "before"]
+
+
+def test_a_report_that_cannot_be_written_is_a_sentence(tmp_path, monkeypatch):
+    records = write_records(tmp_path / "records", [row("partition.overlap=0", 0, 0.3)])
+    (tmp_path / "out").touch()
+    monkeypatch.setattr(sys, "argv", ["report", "--records", str(records), "--out", str(tmp_path / "out")])
+    with pytest.raises(SystemExit, match="error: the report in .* cannot be drawn .*: set --out"):
+        report.main()
+
+
+@pytest.mark.parametrize(("typed", "words"), [("wrong_name", "no measurement wrong_name"), ("--threads=0", "at least 1")])
+def test_a_benchmark_of_nothing_is_refused(typed, words, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["benchmark", typed])
+    with pytest.raises(SystemExit):
+        benchmark.parse_arguments()
+    assert words in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="error: device=tpu"):
+        benchmark.run([], "tpu", 1)
 
 
 def test_the_paper_is_found_for_every_table_of_other_models():

@@ -144,7 +144,7 @@ def test_share_outside_is_a_share():
 
 def test_sizes():
     assert profiling.parse_bytes("8GiB") == 8 * 2**30 and profiling.parse_bytes("1.5 gb") == 1_500_000_000
-    for text in ("8", "GiB", "8 parsecs", "0MB", "-1GiB"):
+    for text in ("8", "GiB", "8 parsecs", "0MB", "-1GiB", f"{'9' * 400}GiB", f"{'9' * 308}GiB"):
         with pytest.raises(SettingError, match="memory="):
             profiling.parse_bytes(text)
     assert profiling.micro_batches(12) == [12, 6, 3, 2, 1]
