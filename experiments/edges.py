@@ -151,11 +151,13 @@ def measure(overrides: list[str], seed: int, path: Path) -> None:
     """Trains and scores one seed's experts and pilots, adding a row for each to a CSV file.
 
     Raises:
-        SettingError: steps of which there is no tenth.
+        SettingError: steps of which there is no tenth, or other steps than those of the experts that are there.
     """
     steps = expert_config(overrides, seed, GRID[0], GRID[-1], DEPTH).train.steps
     require(steps % TENTHS == 0, f"train.steps={steps} is not a multiple of {TENTHS}: experts are compared after tenths of it")
     rows = read_records(path, COLUMNS)
+    known = {row["steps"] for row in rows if row["kind"] == "expert"} | {str(steps)}
+    require(len(known) == 1, f"train.steps={steps}: {path} has experts of {', '.join(known - {str(steps)})}; set --records")
 
     def run(kind: str, low: float, high: float, depth: int, *extra: str) -> None:
         config = expert_config([*overrides, *extra], seed, low, high, depth)

@@ -8,6 +8,7 @@ import config as configuration
 from dblock_modules import LogNormalLevels, make_partition
 from evaluation import loss_grid
 from experiments import edges
+from experiments.collect import write_rows
 
 LAST = len(edges.GRID) - 1
 
@@ -74,6 +75,14 @@ def test_what_a_study_sets_or_cannot_do_is_refused_in_a_sentence(typed, words, t
     with pytest.raises(SystemExit, match=f"error: .*{words}"):
         edges.main()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_experts_of_other_steps_are_another_study(tmp_path):
+    path = tmp_path / "edges.csv"
+    row = {**dict.fromkeys(edges.COLUMNS, "0"), "kind": "expert", "steps": "20"}
+    write_rows(path, [row], edges.COLUMNS)
+    with pytest.raises(configuration.SettingError, match=r"train\.steps=10: .* has experts of 20"):
+        edges.measure(["train.steps=10"], 0, path)
 
 
 def test_a_section_names_every_candidate():
