@@ -45,7 +45,7 @@ MARKS = ("<!-- drawn by python -m experiments.report -->", "<!-- end of what is 
 COST_MARKS = ("<!-- drawn by python -m experiments.report from what experiments.benchmark measured -->", MARKS[1])
 RESOLVED = 2.0  # standard errors beyond which a paired difference counts as seen
 FID = "frechet_inception_distance"
-BEST = "best"  # the guidance with the lowest mean FID over all settings
+BEST = "best"  # the guidance with the lowest FID, in the geometric mean over all settings
 
 Row = dict[str, str]
 Values = dict[str, dict[int, float]]  # setting -> seed -> value
@@ -587,11 +587,14 @@ def is_trivial(metric: str, protocol: dict[str, object]) -> bool:
 
 
 def best_guidance(columns: dict[Column, Values]) -> str | None:
-    """Returns the guidance at which the mean FID over all settings and splits is lowest, the same for all, if any is finite."""
+    """Returns the guidance at which FID over all settings and splits is lowest, the same for all, if any is finite.
+
+    By the geometric mean, so that a setting that fails (three steps of sampling) does not choose for all.
+    """
     scores: dict[str, list[float]] = defaultdict(list)
     for column, values in columns.items():
         if column.metric == FID:
-            scores[column.guidance] += means(values).values()
+            scores[column.guidance] += [math.log(max(mean, 1e-9)) for mean in means(values).values()]
     average = {guidance: mean for guidance, found in scores.items() if math.isfinite(mean := statistics.fmean(found))}
     return min(average, key=average.get) if average else None
 

@@ -558,6 +558,12 @@ def test_a_score_that_is_not_finite_is_named_and_decides_nothing():
     assert report.best_guidance(report.columns_of(rows, {"p": {}})) == "1.5"
 
 
+def test_a_setting_that_fails_does_not_choose_the_guidance():
+    fids = {"1.0": {"three steps": 30.0, "many": 1.0, "more": 0.9}, "1.5": {"three steps": 10.0, "many": 2.0, "more": 2.0}}
+    rows = [row(name, 0, fid, metric=report.FID, guidance=at) for at, found in fids.items() for name, fid in found.items()]
+    assert report.best_guidance(report.columns_of(rows, {"p": {}})) == "1.0"
+
+
 def write_records(folder: Path, rows: list[dict[str, str]]) -> Path:
     folder.mkdir()
     collect.write_rows(folder / "overlap.csv", rows, collect.COLUMNS)
