@@ -1,6 +1,6 @@
 """Measures what the project promises about speed and memory, on a machine on which nothing else runs.
 
-    python -m experiments.benchmark                 # on two CPU cores about 6 minutes
+    python -m experiments.benchmark                 # on two CPU cores about 4 minutes
     python -m experiments.benchmark training guidance    # some of the measurements
 
 Ratios alone are judged: what is compared takes turns in one process, a first round warms up, and the ratio is the median over
@@ -119,7 +119,7 @@ def ratio(numerator: list[float], denominator: list[float]) -> float:
 
 def rounds(shape: str) -> int:
     """Returns the rounds of a measurement: small steps are cheap, and vary more."""
-    return 5 * ROUNDS if shape == "digits" else ROUNDS
+    return (5 if shape == "digits" else 2) * ROUNDS
 
 
 # ---------------------------------------------------------------------------------------------------------------------
