@@ -918,8 +918,9 @@ class Report:
         if table.records != "main":
             return
         curves = {}
-        for setting in sorted({row["setting"] for row in self.curves if row["table"] == table.records and table.settings(row["setting"])}):
-            steps, losses = mean_series([row for row in self.curves if row["setting"] == setting], table, group, "step", "loss")
+        rows = [row for row in self.curves if row["table"] == table.records and table.settings(row["setting"])]
+        for setting in sorted({row["setting"] for row in rows}):
+            steps, losses = mean_series([row for row in rows if row["setting"] == setting], table, group, "step", "loss")
             if losses:
                 curves[line(setting)] = (steps / steps[-1], losses[setting])
         if curves:
