@@ -99,12 +99,14 @@ def all_partitions(num_blocks: int) -> list[tuple[int, ...]]:
     return [(0, *inner, last) for inner in itertools.combinations(range(1, last), num_blocks - 1)]
 
 
-def equal_parts(levels: np.ndarray, density: np.ndarray, num_blocks: int) -> tuple[int, ...]:
-    """Returns the partition of the grid closest to equal integrals of a density.
+def equal_parts(levels: np.ndarray, density: np.ndarray, num_blocks: int) -> tuple[int, ...] | None:
+    """Returns the partition of the grid closest to equal integrals of a density; None where it is 0 everywhere.
 
     Args:
         levels: (L,) ascending centres of cells of equal width in log sigma; density: (L,) per log sigma, not negative.
     """
+    if not density.any():
+        return None
     edges_of_cells = np.geomspace(GRID[0], GRID[-1], len(levels) + 1)
     share = np.concatenate([[0.0], np.cumsum(density) / density.sum()])
     at_grid = np.interp(np.log(GRID), np.log(edges_of_cells), share)
@@ -215,8 +217,13 @@ def losses_of(rows: list[dict[str, str]], seed: str, weighting: str, tenth: int)
     return found
 
 
-def candidates(rows: list[dict[str, str]], seed: str, weighting: str, num_blocks: int) -> dict[str, tuple[tuple[int, ...], int]]:
-    """Returns each candidate's edges, and the tenths of the steps that its pilots leave to the experts."""
+def candidates(
+    rows: list[dict[str, str]], seed: str, weighting: str, num_blocks: int
+) -> dict[str, tuple[tuple[int, ...] | None, int]]:
+    """Returns each candidate's edges, and the tenths of the steps that its pilots leave to the experts.
+
+    After pilots so short that the deep one is ahead of the shallow one at no level there is no reducible loss, and no edges.
+    """
     pilots = {row["kind"]: row for row in rows if row["seed"] == seed and row["kind"] != "expert"}
     shallow, deep = (np.array(pilots[kind]["loss"].split(), float) for kind in ("shallow_pilot", "deep_pilot"))
     levels = np.array(pilots["shallow_pilot"]["levels"].split(), float)
@@ -276,6 +283,9 @@ def weighting_tables(rows: list[dict[str, str]], seeds: list[str], weighting: st
     for seed in seeds:
         least = loss_of(by_seed[seed], oracle)
         for name, (edges, tenth) in candidates(rows, seed, weighting, 3).items():
+            if edges is None:
+                chosen.setdefault(name, []).append("none")
+                continue
             regrets.setdefault(name, []).append(loss_of(losses_of(rows, seed, weighting, tenth), edges) - least)
             chosen.setdefault(name, []).append(inner(edges))
         everything = [loss_of(by_seed[seed], edges) for edges in all_partitions(3)]
@@ -285,6 +295,8 @@ def weighting_tables(rows: list[dict[str, str]], seeds: list[str], weighting: st
         error = f"{np.std(values, ddof=1) / len(values) ** 0.5:.4f}" if len(values) > 1 else ""
         edges = "; ".join(dict.fromkeys(chosen.get(name, [])))
         table.append(f"| {name} | {edges} | {np.mean(values):+.4f} | {error} |")
+    for name in chosen.keys() - regrets.keys():
+        table.append(f"| {name} | none: the deep pilot is ahead of the shallow one nowhere | | |")
     return ["\n".join(table) + "\n"]
 
 

@@ -105,3 +105,5 @@ def test_a_section_names_every_candidate():
     for words in ("equal probability", "equal reducible loss", "equal arc", "random", "seeds 0, 1", "p_noise", "log_uniform"):
         assert words in text
     assert edges.section(rows[:-1] + rows[:1]) != edges.section(rows) and edges.section(rows[:5]) == []
+    late = [row | ({"loss": edges.numbers([3.0] * 64)} if row["kind"] == "deep_pilot" else {}) for row in rows]
+    assert "| equal reducible loss | none: the deep pilot" in "\n".join(edges.section(late))
