@@ -29,8 +29,9 @@ from hydra_plugins.surviving_sweeper import SurvivingSweeper, reason
 
 CONFIGS = ROOT / "configs"
 OVERLAYS = sorted(path.stem for path in (CONFIGS / "experiment").glob("*.yaml"))
-TABLES = [table.name for table in report.TABLES if table.scores in (report.IMAGES, report.SAMPLED)]  # of images
-OTHERS = sorted({table.experiment or table.name for table in report.TABLES} - set(TABLES))  # their overlays list their commands
+IMAGES = [table for table in report.TABLES if table.scores in (report.IMAGES, report.SAMPLED)]
+TABLES = [table.name for table in IMAGES if not table.experiment]  # of images, with an overlay of their own
+OTHERS = sorted({table.records for table in report.TABLES} - set(TABLES))  # their overlays list their commands
 SCALES = ("cifar10", "digits", "fashion", "imagenet256")  # of models that draw images; the others' tests run their own
 
 # One step, ten images (the fewest that can be scored) with a sampling step for each block, one score of each kind.
@@ -447,7 +448,8 @@ def test_new_settings_do_not_part_runs_from_the_records():
         "protocol": {"trained": configuration.trained_identity(config), "trained_on": {"precision": ""}},
     }
     ours = {key for key in collect.protocol_of(result, "method=diffusion_blocks", "main") if key.startswith("trained.")}
-    recorded = {row["protocol"] for row in collect.read_rows(collect.RECORDS / "main.csv") if row["metric"] == "heldout_loss"}
+    rows = [row for row in collect.read_rows(collect.RECORDS / "main.csv") if row["metric"] == "heldout_loss"]
+    recorded = {row["protocol"] for row in rows if "train.steps" not in row["setting"]}
     protocols = json.loads((collect.RECORDS / "protocols.json").read_text())
     for key in recorded:
         assert ours == {name for name in protocols[key] if name.startswith("trained.")}
@@ -638,7 +640,7 @@ def test_the_paper_is_found_for_every_table_of_other_models():
     for table in report.TABLES:
         if table.name in TABLES:
             continue
-        settings = {collect.setting_of(overrides) for overrides in commands_of(table.experiment or table.name)}
+        settings = {collect.setting_of(overrides) for overrides in commands_of(table.records)}
         assert table.reference in {setting for setting in settings if table.settings(setting)}, table.name
         known = {setting for columns in report.paper_columns(table, paper).values() for setting in columns}
         assert len(known & settings) > 1 or not known, table.name
