@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -274,14 +274,9 @@ def read_results(folder: Path) -> list[dict[str, Any]]:
     Raises:
         SettingError: the file was damaged.
     """
-    path = folder / "results.json"
-    try:
-        results = json.loads(path.read_text()) if path.exists() else []
-        for result in results:
-            result_key(result), result["questions"], result["title"], result["scores"]
-    except (ValueError, TypeError, KeyError, OSError) as error:
-        raise SettingError(f"{path} is not a list of results ({error}): move it away, and scores are computed again") from None
-    return results
+    return read_list(
+        folder / "results.json", "results", ("kind", "protocol", "questions", "title", "scores"), "scores are computed again"
+    )
 
 
 def write_results(folder: Path, results: list[dict[str, Any]]) -> None:
@@ -309,14 +304,22 @@ def read_tables(folder: Path) -> list[dict[str, Any]]:
     Raises:
         SettingError: the file was damaged.
     """
-    path = folder / "tables.json"
+    return read_list(folder / "tables.json", "tables", ("experiment", "question"), "repeat each table's command")
+
+
+def read_list(path: Path, what: str, keys: Sequence[str], remedy: str) -> list[dict[str, Any]]:
+    """Returns a file's list of records that have these keys; an empty one where there is no file.
+
+    Raises:
+        SettingError: it is something else; `remedy` is what to do once it is out of the way.
+    """
     try:
-        tables = json.loads(path.read_text()) if path.exists() else []
-        for asked in tables:
-            asked["experiment"], asked["question"]
+        rows = json.loads(path.read_text()) if path.exists() else []
+        for row in rows:
+            [row[key] for key in keys]
     except (ValueError, TypeError, KeyError, OSError) as error:
-        raise SettingError(f"{path} is not a list of tables ({error}): move it away, and repeat each table's command") from None
-    return tables
+        raise SettingError(f"{path} is not a list of {what} ({error}): move it away, and {remedy}") from None
+    return rows
 
 
 def result_key(result: dict[str, Any]) -> str:

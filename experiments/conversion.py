@@ -33,11 +33,11 @@ import generation
 import hardware as machine
 import main as entry_point
 from checkpoint import Part
-from config import Config, SettingError, require
+from config import Config, SettingError
 from convert import starting_weights
 from data import ImageData, Source
 from experiments.collect import RECORDS, read_records, replace_rows, setting_of, short_commit, write_rows
-from experiments.edges import numbers
+from experiments.edges import check_typed, numbers
 from hardware import Hardware
 from model import Batch, Draw, EDMObjective, build_model, build_module, build_objective, part_name
 from train import build_part, train_step
@@ -83,11 +83,7 @@ def make_config(overrides: Sequence[str], seed: int, method: str = "diffusion_bl
     Args:
         times: its steps, as a multiple of those of the overrides.
     """
-    for override in overrides:
-        key = override.partition("=")[0]
-        require(
-            key not in ("method", "seed"), f"{key} was typed, but the study sets it for each cell: leave it out, or give --seeds"
-        )
+    check_typed(overrides, ("method", "seed"))
     assert entry_point.store.list("data")  # importing main registers the schema
     with initialize_config_dir(str(Path(entry_point.__file__).resolve().parent / "configs"), version_base="1.3"):
         composed = compose("config", [*USUAL, f"method={method}", f"seed={seed}", *overrides])

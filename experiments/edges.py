@@ -118,11 +118,20 @@ def equal_parts(levels: np.ndarray, density: np.ndarray, num_blocks: int) -> tup
 # Experts and pilots: ordinary runs
 
 
-def expert_config(overrides: list[str], seed: int, low: float, high: float, depth: int) -> Config:
-    """Returns the run of one network over [low, high]."""
+def check_typed(overrides: Iterable[str], varied: Iterable[str]) -> None:
+    """Refuses keys that a study varies itself.
+
+    Raises:
+        SettingError: one of them was typed.
+    """
     for override in overrides:
         key = override.partition("=")[0]
-        require(key not in VARIED, f"{key} was typed, but the study sets it for each expert: leave it out, or give --seeds")
+        require(key not in varied, f"{key} was typed, but the study sets it for each of its runs: leave it out, or give --seeds")
+
+
+def expert_config(overrides: list[str], seed: int, low: float, high: float, depth: int) -> Config:
+    """Returns the run of one network over [low, high]."""
+    check_typed(overrides, VARIED)
     typed = [*EXPERT, f"seed={seed}", f"model.depth={depth}", f"objective.sigma_min={low}", f"objective.sigma_max={high}"]
     assert entry_point.store.list("data")  # importing main registers the schema
     with initialize_config_dir(str(Path(entry_point.__file__).resolve().parent / "configs"), version_base="1.3"):
@@ -295,7 +304,7 @@ def weighting_tables(rows: list[dict[str, str]], seeds: list[str], weighting: st
         error = f"{np.std(values, ddof=1) / len(values) ** 0.5:.4f}" if len(values) > 1 else ""
         edges = "; ".join(dict.fromkeys(chosen.get(name, [])))
         table.append(f"| {name} | {edges} | {np.mean(values):+.4f} | {error} |")
-    for name in chosen.keys() - regrets.keys():
+    for name in sorted(chosen.keys() - regrets.keys()):
         table.append(f"| {name} | none: the deep pilot is ahead of the shallow one nowhere | | |")
     return ["\n".join(table) + "\n"]
 
