@@ -30,7 +30,7 @@ from checkpoint import Part
 from config import Config, MethodConfig, PartitionConfig, SettingError, require
 from data import Source
 from hardware import Hardware
-from kinds import KINDS, build_objective, trained_parts
+from kinds import KINDS, build_module, build_objective, trained_parts
 from model import Draw, Objective, part_name, saved_bytes
 from train import build_part, train_step
 from vit import set_checkpointing
@@ -555,12 +555,13 @@ def plan_row(config: Config, costs: Costs, memory: int, checkpointing: bool, off
     """Returns what the largest micro-batch that fits needs; where none fits, what the smallest would need.
 
     On the device are 16 bytes per parameter (the parameter, two moments, EMA) of every block, or with offload of one, 4 more
-    for the gradients of the block in training, and its activations.
+    for the gradients of the block in training, and its activations. What blocks share is there once, and stays.
     """
     settings, counts = config.train, costs.counts
     blocks = configuration.trained_blocks(config)
     layers = configuration.layer_split(config)
-    parameters = [own * counts.parameters[0] + counts.parameters[1] for own in layers]
+    shared = sum(p.numel() for name in trained_parts(config, 0)[1:] for p in build_module(config, name).parameters())
+    parameters = [own * counts.parameters[0] + counts.parameters[1] - shared for own in layers]
     others = 0 if offload else 16 * (sum(parameters) - max(parameters))
     state = predicted_state(counts, max(layers)) + others
     for micro_batch in micro_batches(settings.batch_size):

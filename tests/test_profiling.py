@@ -9,6 +9,8 @@ import torch
 from conftest import make_classifier, make_config
 from test_text import text_config
 
+import config as configuration
+import kinds
 import pipeline
 import profiling
 from config import SettingError
@@ -28,7 +30,7 @@ CONFIGS = {
     "masked": lambda **groups: text_config("masked", **groups),
     "next_token": lambda **groups: text_config("next_token", **groups),
 }
-kinds = pytest.mark.parametrize("kind", CONFIGS)
+every_kind = pytest.mark.parametrize("kind", CONFIGS)
 
 
 def test_saved_bytes_of_a_known_graph():
@@ -56,7 +58,7 @@ def test_what_was_counted_is_freed():
     assert found[0]() is None
 
 
-@kinds
+@every_kind
 def test_counts_predict_what_is_measured(kind):
     """Bytes kept and operations are those of the layers plus those of embeddings and head, for every batch: exactly."""
     config = CONFIGS[kind]()
@@ -73,7 +75,7 @@ def test_counts_predict_what_is_measured(kind):
         assert sum(p.numel() for p in job.parameters) == job.layers * counts.parameters[0] + counts.parameters[1]
 
 
-@kinds
+@every_kind
 def test_checkpointing_changes_no_gradient(kind):
     """To the bit, dropout included; the layers are moved from their start, where they pass their input on."""
     config = CONFIGS[kind](**({"model": {"dropout": 0.5}} if kind == "vit" else {}))
@@ -181,7 +183,7 @@ def test_a_profile_without_room_is_refused(tmp_path, monkeypatch):
     assert not (tmp_path / "run").exists()
 
 
-@kinds
+@every_kind
 def test_profile_writes_its_tables(tmp_path, capsys, monkeypatch, kind):
     monkeypatch.setattr(profiling, "ROUNDS", 1)
     config = CONFIGS[kind]()
@@ -202,7 +204,7 @@ def test_profile_writes_its_tables(tmp_path, capsys, monkeypatch, kind):
     assert "appendix H" in capsys.readouterr().out
 
 
-@kinds
+@every_kind
 def test_plan_of_every_kind(tmp_path, monkeypatch, kind):
     monkeypatch.setattr(profiling, "ROUNDS", 1)
     config = CONFIGS[kind]()
@@ -210,6 +212,15 @@ def test_plan_of_every_kind(tmp_path, monkeypatch, kind):
     pipeline.run(config)
     rows = json.loads((tmp_path / "plan.json").read_text())["rows"]
     assert {row["num_blocks"] for row in rows} == set(profiling.cuts(config)) and all(row["fits"] for row in rows)
+    # All blocks on the device: each part once, of which the gradients and activations of one step.
+    for row in [row for row in rows if not row["offload"]]:
+        cut = profiling.variant(config, row["num_blocks"])
+        steps = [kinds.trained_parts(cut, block) for block in range(row["num_blocks"])]
+        sizes = {name: sum(p.numel() for p in kinds.build_module(cut, name).parameters()) for names in steps for name in names}
+        gradients = max(sum(sizes[name] for name in names) for names in steps)
+        depth = max(configuration.layer_split(cut))
+        activations = profiling.predicted_activations(profiling.count(cut, CPU), depth, row["micro_batch"], row["checkpointing"])
+        assert row["bytes"] == 16 * sum(sizes.values()) + 4 * gradients + activations
 
 
 @pytest.mark.parametrize("mode", ["profile", "plan"])
