@@ -1,6 +1,6 @@
 """Measures what the project promises about speed and memory, on a machine on which nothing else runs.
 
-    python -m experiments.benchmark                 # on two CPU cores about 4 minutes
+    python -m experiments.benchmark                 # on two CPU cores about 6 minutes
     python -m experiments.benchmark training guidance    # some of the measurements
 
 Ratios alone are judged: what is compared takes turns in one process, a first round warms up, and the ratio is the median over
@@ -41,6 +41,7 @@ from sampler import euler, image_noise, model_schedule
 RECORDS = collect.RECORDS / "benchmark.csv"
 COLUMNS = ("measurement", "name", "value", "bound", "passed", "note", "seconds")
 COLUMNS += ("load", "hardware", "precision", "threads", "torch", "commit")
+MANY = 5  # times as many rounds where a bound is within a few hundredths of 1, and where steps are small and vary
 BUSY = 0.5  # a load average above which other processes disturb a measurement
 
 # What is measured on: command-line settings. A shape of another kind of model is one more line here and in the bounds below.
@@ -119,7 +120,7 @@ def ratio(numerator: list[float], denominator: list[float]) -> float:
 
 def rounds(shape: str) -> int:
     """Returns the rounds of a measurement: small steps are cheap, and vary more."""
-    return (5 if shape == "digits" else 2) * ROUNDS
+    return (MANY if shape == "digits" else 2) * ROUNDS
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -152,10 +153,12 @@ def training(hardware: Hardware) -> Iterator[Row]:
     for shape, bounds in TRAINING.items():
         on = fp32(hardware) if shape == "vit" else hardware
         measured = jobs(settings(shape), on, (1, *bounds))
-        seconds = interleaved({str(b): job.step for b, job in measured.items()}, hardware.device, rounds(shape))
+        seconds = interleaved({str(b): job.step for b, job in measured.items()}, hardware.device, MANY * ROUNDS)
         for blocks, bound in bounds.items():
-            value = blocks * ratio(seconds[str(blocks)], seconds["1"])
-            note = f"{statistics.median(seconds[str(blocks)]):.4f} s a step, end to end {statistics.median(seconds['1']):.4f} s"
+            ratios = [blocks * a / b for a, b in zip(seconds[str(blocks)], seconds["1"], strict=True)]
+            low, value, high = statistics.quantiles(ratios, n=4)
+            note = f"{statistics.median(seconds[str(blocks)]):.4f} s a step, end to end {statistics.median(seconds['1']):.4f} s; "
+            note += f"the middle half of the rounds {low:.3f} to {high:.3f}"
             yield Row(f"training/{shape}/{blocks}", value, f"<= {bound}", note, on.precision)
 
 
