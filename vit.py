@@ -195,7 +195,13 @@ def sincos_positions(width: int, grid: int) -> Tensor:
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     """Adaptive layer norm's affine part: x (1 + scale) + shift."""
-    return x * (1 + scale) + shift
+    return torch.addcmul(shift, x, 1 + scale)
+
+
+def add_gated(x: Tensor, gate: Tensor, out: Tensor) -> Tensor:
+    """A residual sum whose branch is gated: x + gate out."""
+    # Where autocast leaves a branch in bfloat16, one pass over both would need, and on a GPU keep, the branch in float32.
+    return torch.addcmul(x, gate, out) if out.dtype == x.dtype else x + gate * out
 
 
 class Attention(nn.Module):
@@ -252,8 +258,8 @@ class DiTLayer(nn.Module):
 
     def forward(self, x: Tensor, c: Tensor) -> Tensor:
         shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = self.adaLN(c).chunk(6, dim=-1)  # 6 x (N, 1, D)
-        x = x + gate_a * self.dropout(self.attention(modulate(self.norm1(x), shift_a, scale_a)))  # (N, T, D)
-        return x + gate_m * self.mlp(modulate(self.norm2(x), shift_m, scale_m))  # (N, T, D)
+        x = add_gated(x, gate_a, self.dropout(self.attention(modulate(self.norm1(x), shift_a, scale_a))))  # (N, T, D)
+        return add_gated(x, gate_m, self.mlp(modulate(self.norm2(x), shift_m, scale_m)))  # (N, T, D)
 
 
 class ViTLayer(nn.Module):
@@ -298,8 +304,8 @@ class TokenLayer(nn.Module):
             x = self.after1(x + self.attention(self.norm1(x), attend))  # (N, T, D)
             return self.after2(x + self.mlp(self.norm2(x)))  # (N, T, D)
         shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = self.adaLN(c).chunk(6, dim=-1)  # 6 x (N, T or 1, D)
-        x = self.after1(x + gate_a * self.attention(modulate(self.norm1(x), shift_a, scale_a), attend))  # (N, T, D)
-        return self.after2(x + gate_m * self.mlp(modulate(self.norm2(x), shift_m, scale_m)))  # (N, T, D)
+        x = self.after1(add_gated(x, gate_a, self.attention(modulate(self.norm1(x), shift_a, scale_a), attend)))  # (N, T, D)
+        return self.after2(add_gated(x, gate_m, self.mlp(modulate(self.norm2(x), shift_m, scale_m))))  # (N, T, D)
 
 
 class Layers(nn.ModuleList):

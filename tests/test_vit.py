@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from config import SIZES
-from vit import CPU_MATH_TOKENS, DiT, FinalLayer, Layers, attention, embed_patches, sincos_positions
+from vit import CPU_MATH_TOKENS, DiT, FinalLayer, Layers, add_gated, attention, embed_patches, modulate, sincos_positions
 
 
 def dit(size: str, **values: int) -> DiT:
@@ -55,6 +55,19 @@ def test_shapes_and_sensitivity():
     assert not torch.allclose(y, model(x, c_noise, torch.full((4,), 5)))  # 5 is the null class
     with pytest.raises(IndexError):
         model(x, c_noise, torch.full((4,), 6))
+
+
+@pytest.mark.parametrize("branch", [torch.float32, torch.bfloat16])
+def test_modulation_and_gate_are_their_formulas(branch):
+    """The residual stream is float32; under autocast the conditions and the branch may be bfloat16."""
+    torch.manual_seed(0)
+    x, out, condition = torch.randn(4, 6, 8), torch.randn(4, 6, 8).to(branch), torch.randn(3, 4, 1, 8).to(branch)
+    shift, scale, gate = condition
+    tolerance = 1e-6 if branch == torch.float32 else 0.02
+    moved, sum_ = modulate(x, shift, scale), add_gated(x, gate, out)
+    assert moved.dtype == sum_.dtype == torch.float32
+    torch.testing.assert_close(moved, x * (1 + scale.float()) + shift.float(), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(sum_, x + gate.float() * out.float(), rtol=tolerance, atol=tolerance)
 
 
 def test_samples_do_not_mix():
