@@ -196,6 +196,9 @@ class Records:
     def add_result(self, folder: Path, asked: dict[str, Any], result: dict[str, Any], seconds: int) -> int:
         """Adds one result for one table; returns how many rows."""
         setting = setting_of(asked["overrides"])
+        if result["kind"] == "classification":  # a run that predicts in several numbers of steps is a setting for each
+            steps = result["protocol"].get("sampler", {}).get("steps")
+            setting = re.sub(r"eval\.label_steps=\[.*?\]", f"eval.label_steps=[{steps}]", setting)
         protocol = protocol_of(result, setting, asked["experiment"])
         key = digest(protocol)
         self.protocols[key] = protocol

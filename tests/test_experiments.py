@@ -394,6 +394,32 @@ def test_what_has_no_scores_is_left_and_named(tmp_path, capsys):
     assert [(row["seed"], row["metric"], row["value"], row["seconds"]) for row in rows] == [("0", "heldout_loss", "0.3", "2")]
 
 
+def test_a_run_with_several_numbers_of_label_steps_is_a_setting_for_each(tmp_path):
+    run = finished_run(tmp_path / "run", table="classification")
+    (asked,), (loss,) = (json.loads((run / name).read_text()) for name in ("tables.json", "results.json"))
+    asked["overrides"] = ["eval.label_steps=[2,6]", "seed=0"]
+    results = [
+        {
+            **loss,
+            "kind": "classification",
+            "scores": {"accuracy": steps / 10},
+            "protocol": {**loss["protocol"], "sampler": {"steps": steps}},
+        }
+        for steps in (2, 6)
+    ]
+    cost = {**loss, "kind": "training_cost", "scores": {"state_bytes": 5}}
+    (run / "tables.json").write_text(json.dumps([asked]))
+    (run / "results.json").write_text(json.dumps([*results, cost]))
+    collected(run, "--records", tmp_path / "records")
+    rows = collect.read_rows(tmp_path / "records" / "classification.csv")
+    found = {(row["setting"], row["metric"]): row["value"] for row in rows}
+    assert found == {
+        ("eval.label_steps=[2]", "accuracy"): "0.2",
+        ("eval.label_steps=[6]", "accuracy"): "0.6",
+        ("eval.label_steps=[2,6]", "state_bytes"): "5",
+    }
+
+
 def test_a_damaged_list_of_tables_is_refused_before_the_work(tmp_path):
     config = resolved(*SHRUNK, f"folder={tmp_path}")
     (tmp_path / "lock").touch()
