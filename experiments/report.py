@@ -564,8 +564,9 @@ def verdict(name: str, ours: Values, paper: dict[str, float], better: str = "low
     counts += [f"{unseen} by less than {RESOLVED:g} standard errors"] if unseen else []
     counts += [f"{alone} have fewer than two seeds in common"] if alone else []
     by_chance = f" (by chance alone {chance:.1f} would differ)" if chance else ""
+    compared = f"{len(pairs)} pair{'s' * (len(pairs) != 1)} of settings"
     return (
-        f"{name}: **{word}**. Of {len(pairs)} pairs of settings {', '.join(counts)}{by_chance}; of these our best is "
+        f"{name}: **{word}**. Of {compared} {', '.join(counts)}{by_chance}; of these our best is "
         f"`{best_common}`, the paper's `{choose_paper(common, key=paper.get)}`; {effect}."
     )
 

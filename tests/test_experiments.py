@@ -578,7 +578,7 @@ def test_a_score_that_is_not_finite_is_named_and_decides_nothing():
         "partition.overlap=0.2": {0: 0.4, 1: 0.4},
     }
     found = report.verdict("Held-out loss", ours, PAPER)
-    assert "(not finite: `partition.overlap=0.1`)" in found and "Of 1 pairs of settings 1 differ as in the paper" in found
+    assert "(not finite: `partition.overlap=0.1`)" in found and "Of 1 pair of settings 1 differ as in the paper" in found
     assert "best" not in report.verdict("Held-out loss", {"a": {0: inf, 1: 1.0}}, PAPER)
     assert report.beyond_reference(ours, "partition.overlap=0.1").endswith("none.")
     assert report.with_spread({0: inf, 1: 1.0}) == "inf ± nan"
