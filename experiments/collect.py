@@ -23,7 +23,7 @@ import json
 import re
 import shlex
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -181,7 +181,6 @@ class Records:
             return 0
         results, run = pipeline.read_results(folder), checkpoint.read_run(folder)
         require(run is not None, f"{folder} is scored but holds no checkpoint: put that back, or leave the run out")
-        seconds = round(sum(part["seconds"] for part in run["parts"].values()))
         count = 0
         for asked in tables:
             own = [result for result in results if asked["question"] in result["questions"]]
@@ -190,7 +189,7 @@ class Records:
                 f"{folder / 'results.json'} lacks what experiment={asked['experiment']} asked for: repeat its command",
             )
             for result in [*own, *compared(own)]:
-                count += self.add_result(folder, asked, result, seconds)
+                count += self.add_result(folder, asked, result, train_seconds(run))
         return count
 
     def add_result(self, folder: Path, asked: dict[str, Any], result: dict[str, Any], seconds: int) -> int:
@@ -202,7 +201,6 @@ class Records:
         protocol = protocol_of(result, setting, asked["experiment"])
         key = digest(protocol)
         self.protocols[key] = protocol
-        machine = result["protocol"]["trained_on"]
         common = {
             "table": asked["experiment"],
             **{name: asked[name] for name in ("scale", "paper", "match")},
@@ -210,9 +208,9 @@ class Records:
             "seed": result["protocol"]["trained"]["seed"],
             "protocol": key,
             "seconds": seconds,
-            "command": "python main.py " + shlex.join(own for own in asked["overrides"] if not own.startswith(("out=", "log."))),
+            "command": command_of("main.py", asked["overrides"]),
             "commit": short_commit(result["protocol"]["trained_at"]),
-            "hardware": f"{machine['device']}: {machine['cpu']}, {machine['threads']} threads, {machine['precision']}",
+            "hardware": hardware_of(result),
         }
         if result["kind"] == "heldout_loss":
             found = {("heldout_loss", ""): result["scores"]["integrated"]}
@@ -295,6 +293,22 @@ def image_name(row: dict[str, Any], guidance: float) -> str:
     """Returns the file in which a setting's first images are kept."""
     setting = digest([row["setting"], str(guidance)], 8)
     return "_".join([row["table"], row["scale"], row["paper"], row["match"], setting]) + ".png"
+
+
+def command_of(script: str, overrides: Iterable[str]) -> str:
+    """Returns the command that repeats a run, without where its files lie and how it logs."""
+    return f"python {script} " + shlex.join(own for own in overrides if not own.startswith(("out=", "log.")))
+
+
+def train_seconds(run: Mapping[str, Any]) -> int:
+    """Returns the seconds of all steps of a run, of its checkpoint's run.json."""
+    return round(sum(part["seconds"] for part in run["parts"].values()))
+
+
+def hardware_of(result: dict[str, Any]) -> str:
+    """Returns what a result's model was trained on."""
+    machine = result["protocol"]["trained_on"]
+    return f"{machine['device']}: {machine['cpu']}, {machine['threads']} threads, {machine['precision']}"
 
 
 def short_commit(commit: str | None, length: int = 10) -> str:

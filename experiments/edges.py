@@ -2,11 +2,12 @@
 
     python -m experiments.edges --seeds 0 1 2 out=runs threads=1 log.progress=false train.steps=1000
 
-On one free CPU core about 15 minutes a seed; it goes on where it stopped. ABOUT says what is done; experiments.report draws the
-tables from records/edges.csv.
+At digits, the usual scale, about 45 minutes a seed on one CPU core; it goes on where it stopped. ABOUT says what is done;
+experiments.report draws the tables from records/edges.csv, which holds one study a scale.
 """
 
 import argparse
+import dataclasses
 import itertools
 import sys
 from collections.abc import Iterable, Mapping
@@ -26,10 +27,21 @@ import generation
 import main as entry_point
 import pipeline
 from checkpoint import WriteError
-from config import Config, SettingError, require
+from config import Config, SettingError, digest, require
 from dblock_modules import LogNormalLevels
 from evaluation import loss_grid
-from experiments.collect import RECORDS, read_records, replace_rows, short_commit, write_rows
+from experiments.collect import (
+    RECORDS,
+    command_of,
+    flatten,
+    hardware_of,
+    is_under,
+    read_records,
+    replace_rows,
+    short_commit,
+    train_seconds,
+    write_rows,
+)
 from randomness import generator
 from train import NonFiniteLoss, read_metrics
 
@@ -37,7 +49,9 @@ ABOUT = """Blocks do not interact, so the held-out loss of a partition is a sum 
 I_b of q(sigma) l_b(sigma). One expert is trained for every interval between two levels of a grid: a network of a block's depth
 whose training distribution is cut to the interval, without overlap. Dynamic programming over their losses, averaged over seeds,
 gives the best edges for every number of blocks, and the loss of any other partition of the grid. Candidates are snapped to the
-grid; what their pilots cost in layer work is taken from their experts' steps (a tenth for each pilot, at three blocks).
+grid; what their pilots cost in layer work is taken from their experts' steps (a tenth for each pilot, at three blocks). An expert
+makes the same steps whatever the number of blocks, so partitions into more blocks have more work in them: J compares partitions
+into one number of blocks, not the numbers.
 
 Two weightings q define "best", fixed beforehand: the training distribution (`p_noise`) and all levels alike in log sigma
 (`log_uniform`). Candidates: equal probability (the paper's); equal in log sigma; equal loss of a shallow pilot; equal reducible
@@ -57,8 +71,9 @@ EXPERT = ("method=end_to_end", "eval.features=null", "train.label_dropout=0.1", 
 # What tells the experts of a study apart, and is not typed.
 VARIED = ("method", "seed", "model.depth", "objective.sigma_min", "objective.sigma_max")
 
-KEY = ("seed", "kind", "low", "high")
-COLUMNS = (*KEY, "steps", "p_noise", "log_uniform", "levels", "loss", "dynamics", "commit")
+KEY = ("scale", "seed", "kind", "low", "high")
+COLUMNS = (*KEY, "steps", "study", "p_noise", "log_uniform", "levels", "loss", "dynamics")
+COLUMNS += ("seconds", "command", "commit", "hardware")
 Interval = tuple[int, int]  # cells low..high - 1 of the grid
 Losses = Mapping[Interval, float]
 
@@ -142,6 +157,13 @@ def expert_config(overrides: list[str], seed: int, low: float, high: float, dept
     return configuration.resolve(config)
 
 
+def study_of(config: Config) -> str:
+    """Returns a short hash of all that the experts of one study share: how they are trained and scored."""
+    shared = flatten({"trained": configuration.trained_identity(config), "eval": dataclasses.asdict(config.eval)})
+    varied = [f"trained.{key}" for key in VARIED]
+    return digest({key: value for key, value in shared.items() if not is_under(key, varied)})
+
+
 def dynamics(config: Config, folder: Path) -> np.ndarray:
     """Returns E||dD/d ln sigma|| at each level of the held-out grid, (L,), along z = x + sigma eps, by central differences."""
     model = checkpoint.load_model(folder, device=config.device)
@@ -162,13 +184,16 @@ def measure(overrides: list[str], seed: int, path: Path) -> None:
     """Trains and scores one seed's experts and pilots, adding a row for each to a CSV file.
 
     Raises:
-        SettingError: steps of which there is no tenth, or other steps than those of the experts that are there.
+        SettingError: steps of which there is no tenth, or settings other than those of the experts of this scale that are there.
     """
-    steps = expert_config(overrides, seed, GRID[0], GRID[-1], DEPTH).train.steps
+    usual = expert_config(overrides, seed, GRID[0], GRID[-1], DEPTH)
+    steps, study = usual.train.steps, study_of(usual)
     require(steps % TENTHS == 0, f"train.steps={steps} is not a multiple of {TENTHS}: experts are compared after tenths of it")
+    scale = next((typed.partition("=")[2] for typed in reversed(overrides) if typed.startswith("scale=")), "digits")
+    command = command_of("-m experiments.edges", [*overrides, f"--seeds={seed}"])
     rows = read_records(path, COLUMNS)
-    known = {row["steps"] for row in rows if row["kind"] == "expert"} | {str(steps)}
-    require(len(known) == 1, f"train.steps={steps}: {path} has experts of {', '.join(known - {str(steps)})}; set --records")
+    others = {row["command"] for row in rows if row["scale"] == scale and row["study"] != study}
+    require(not others, f"{path} has a study of scale={scale} with other settings, {min(others, default='')}: set --records")
 
     def run(kind: str, low: float, high: float, depth: int, *extra: str) -> None:
         config = expert_config([*overrides, *extra], seed, low, high, depth)
@@ -176,17 +201,22 @@ def measure(overrides: list[str], seed: int, path: Path) -> None:
         result = next(r for r in pipeline.read_results(folder) if r["kind"] == "heldout_loss")
         curve = read_metrics(folder / "heldout.jsonl")
         row = {
+            "scale": scale,
             "seed": seed,
             "kind": kind,
             "low": low,
             "high": high,
             "steps": config.train.steps,
+            "study": study,
             "p_noise": numbers(r["integrated"] for r in curve),
             "log_uniform": numbers(r["log_uniform"] for r in curve),
             "levels": numbers(result["by_level"]["levels"]) if kind != "expert" else "",
             "loss": numbers(result["by_level"]["loss"]) if kind != "expert" else "",
             "dynamics": numbers(dynamics(config, folder)) if kind == "shallow_pilot" else "",
-            "commit": short_commit(result["protocol"]["environment"]["commit"]),
+            "seconds": train_seconds(checkpoint.read_run(folder)),
+            "command": command,
+            "commit": short_commit(result["protocol"]["trained_at"]),
+            "hardware": hardware_of(result),
         }
         replace_rows(rows, [row], KEY)
         rows.sort(key=lambda row: [str(row[key]) for key in KEY])
@@ -257,19 +287,22 @@ def complete_seeds(rows: list[dict[str, str]]) -> list[str]:
 
 def section(rows: list[dict[str, str]]) -> list[str]:
     """Returns the report's part: the oracle's edges for every number of blocks, and the candidates' regrets for three."""
-    seeds = complete_seeds(rows)
-    if not seeds:
-        return []
-    lines = ["## Where should the edges be?\n", f"{ABOUT}\n"]
-    steps = next(row["steps"] for row in rows if row["kind"] == "expert")
-    lines.append(
-        f"{len(intervals())} experts of {DEPTH} layers and {steps} steps a seed, seeds {', '.join(seeds)}; edges from the grid "
-        f"{', '.join(f'{level:.3g}' for level in GRID)}.\n"
-    )
-    for weighting in WEIGHTINGS:
-        lines.append(f"### Best under {weighting}\n")
-        lines += weighting_tables(rows, seeds, weighting)
-    return lines
+    lines = []
+    for scale in sorted({row["scale"] for row in rows}):
+        own = [row for row in rows if row["scale"] == scale]
+        seeds = complete_seeds(own)
+        if not seeds:
+            continue
+        expert = next(row for row in own if row["kind"] == "expert")
+        lines.append(
+            f"### {scale}\n\n{len(intervals())} experts of {DEPTH} layers and {expert['steps']} steps a seed, seeds "
+            f"{', '.join(seeds)}; edges from the grid {', '.join(f'{level:.3g}' for level in GRID)}. A seed's command: "
+            f"`{expert['command']}`, on {expert['hardware']}.\n"
+        )
+        for weighting in WEIGHTINGS:
+            lines.append(f"#### Best under {weighting}\n")
+            lines += weighting_tables(own, seeds, weighting)
+    return ["## Where should the edges be?\n", f"{ABOUT}\n", *lines] if lines else []
 
 
 def weighting_tables(rows: list[dict[str, str]], seeds: list[str], weighting: str) -> list[str]:

@@ -77,12 +77,16 @@ def test_what_a_study_sets_or_cannot_do_is_refused_in_a_sentence(typed, words, t
     assert list(tmp_path.iterdir()) == []
 
 
-def test_experts_of_other_steps_are_another_study(tmp_path):
+@pytest.mark.parametrize("typed", ["train.steps=20", "train.learning_rate=1", "eval.loss_images=5", "data=fashion_mnist"])
+def test_experts_of_other_settings_are_another_study(typed, tmp_path):
+    """Rows of one scale come from one study; an interval, a depth or a seed does not make another."""
     path = tmp_path / "edges.csv"
-    row = {**dict.fromkeys(edges.COLUMNS, "0"), "kind": "expert", "steps": "20"}
+    settings = [edges.expert_config(["train.steps=10"], *own) for own in ((0, 0.03, 80.0, 4), (1, 0.002, 1.2, 12))]
+    (study,) = {edges.study_of(config) for config in settings}
+    row = {**dict.fromkeys(edges.COLUMNS, "0"), "scale": "digits", "study": study, "command": "the command of that"}
     write_rows(path, [row], edges.COLUMNS)
-    with pytest.raises(configuration.SettingError, match=r"train\.steps=10: .* has experts of 20"):
-        edges.measure(["train.steps=10"], 0, path)
+    with pytest.raises(configuration.SettingError, match="has a study of scale=digits with other settings, the command of that"):
+        edges.measure(["train.steps=10", typed], 0, path)
 
 
 def test_a_section_names_every_candidate():
@@ -96,6 +100,7 @@ def test_a_section_names_every_candidate():
             curve = edges.numbers(np.linspace(1, 0.5, 10) + random.random() / 100)
             row = {"seed": seed, "kind": kind, "low": str(edges.GRID[low]), "high": str(edges.GRID[high]), "steps": "10"}
             row |= dict.fromkeys(edges.WEIGHTINGS, curve) | {"levels": "", "loss": "", "dynamics": ""}
+            row |= {"scale": "digits", "command": "made", "hardware": "up"}
             if kind != "expert":
                 grid = loss_grid(LogNormalLevels(), 64)
                 row |= {"levels": edges.numbers(grid.levels), "loss": edges.numbers(1 + random.random(64))}
@@ -104,6 +109,9 @@ def test_a_section_names_every_candidate():
     text = "\n".join(edges.section(rows))
     for words in ("equal probability", "equal reducible loss", "equal arc", "random", "seeds 0, 1", "p_noise", "log_uniform"):
         assert words in text
+    other = [row | {"scale": "fashion", "seed": "7"} for row in rows if row["seed"] == "0"]
+    both = "\n".join(edges.section([*rows, *other]))
+    assert "### digits" in both and "### fashion" in both and "seeds 7;" in both and "seeds 0, 1;" in both
     assert edges.section(rows[:-1] + rows[:1]) != edges.section(rows) and edges.section(rows[:5]) == []
     late = [row | ({"loss": edges.numbers([3.0] * 64)} if row["kind"] == "deep_pilot" else {}) for row in rows]
     assert "| equal reducible loss | none: the deep pilot" in "\n".join(edges.section(late))
