@@ -41,6 +41,7 @@ from train import read_metrics
 RECORDS = Path(__file__).resolve().parent / "records"
 FLOOR = "floor"  # the setting under which the scores of real images and of held-out text stand
 IMAGES = 20  # of each setting, with the same seeds and labels for all
+IMAGES_GUIDANCE = 1.0  # at which they are drawn: every table has it
 
 KEY = ("table", "scale", "paper", "match", "setting", "seed", "metric", "guidance", "protocol")
 COLUMNS = (*KEY, "value", "seconds", "command", "commit", "hardware")
@@ -221,7 +222,8 @@ class Records:
         elif result["kind"] == "samples":
             guidance = result["protocol"]["sampler"]["guidance"]
             found = {(name, guidance): result["scores"][name]["mean"] for name in METRICS if name in result["scores"]}
-            self.add_images(folder / result["sets"][0]["images"], common, guidance)
+            if guidance == IMAGES_GUIDANCE:
+                self.add_images(folder / result["sets"][0]["images"], common)
         elif result["kind"] == "floor":
             found = {(name, ""): result["scores"][name] for name in METRICS}
         elif result["kind"] in WHOLE:
@@ -252,9 +254,9 @@ class Records:
         numbers = {key: " ".join(f"{value:.5g}" for value in series) for key, series in values.items()}
         replace_rows(self.series[name], [{**{key: common[key] for key in SERIES}, **numbers}], SERIES)
 
-    def add_images(self, folder: Path, common: dict[str, Any], guidance: float) -> None:
+    def add_images(self, folder: Path, common: dict[str, Any]) -> None:
         """Keeps a setting's first images beside each other, without enlarging them, for the lowest seed alone."""
-        name = image_name(common, guidance)
+        name = image_name(common)
         seeds = [int(row["seed"]) for row in self.scores.get(common["table"], []) if row_is(row, common, SERIES[:5])]
         if seeds and min(seeds) < common["seed"]:
             return
@@ -289,9 +291,9 @@ class Records:
             raise SettingError(f"the records in {self.folder} cannot be written ({error.strerror}): set --records") from None
 
 
-def image_name(row: dict[str, Any], guidance: float) -> str:
+def image_name(row: dict[str, Any]) -> str:
     """Returns the file in which a setting's first images are kept."""
-    setting = digest([row["setting"], str(guidance)], 8)
+    setting = digest([row["setting"], str(IMAGES_GUIDANCE)], 8)
     return "_".join([row["table"], row["scale"], row["paper"], row["match"], setting]) + ".png"
 
 

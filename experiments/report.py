@@ -13,6 +13,7 @@ import math
 import re
 import statistics
 import sys
+import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -529,11 +530,19 @@ def verdict(name: str, ours: Values, paper: dict[str, float], better: str = "low
         name += f" (not finite: {', '.join(f'`{setting}`' for setting in lost)})"
     if not ours:
         return f"{name}: nothing to compare."
-    average = means(ours)
+    # Of settings that have been run with different seeds, those that all share are compared: seeds differ more than settings.
+    shared = set.intersection(*(set(seeds) for seeds in ours.values()))
+    average = means({setting: {seed: seeds[seed] for seed in shared} for setting, seeds in ours.items()} if shared else ours)
     choose, choose_paper = ({"lower": min, "higher": max}[word] for word in (better, paper_better))
     best = choose(average, key=average.get)
     span, noise = max(average.values()) - min(average.values()), pooled_spread(ours)
     effect = f"the settings span {number(span)}" + (f", the seeds' spread is {number(noise)}" if noise else ", there is one seed")
+    if any(set(seeds) != shared for seeds in ours.values()):
+        effect += (
+            f" (best and span of the seeds that all share, {', '.join(map(str, sorted(shared)))})"
+            if shared
+            else " (no seed is shared by all)"
+        )
     common = [setting for setting in ours if setting in paper]
     pairs = [(one, other) for one, other in itertools.combinations(common, 2) if paper[one] != paper[other]]
     if not pairs:
@@ -821,20 +830,28 @@ class Report:
         self.readme: list[str] = []
 
     def write(self) -> Path:
-        """Writes REPORT.md and report/*.png, returns the path of the former, and leaves the README's part in `readme`."""
-        self.pictures.mkdir(parents=True, exist_ok=True)
-        for old in self.pictures.glob("*.png"):
-            old.unlink()
-        self.text.append((ROOT / "report_head.md").read_text())
-        for table in TABLES:
-            rows = self.tables[table.records]
-            rows = [row for row in rows if row["setting"] == FLOOR or table.settings(row["setting"])]
-            if any(row["setting"] != FLOOR for row in rows):
-                self.table(table, rows)
-        self.text += edges.section(self.edges)
-        self.text += conversion.section(self.studies)
+        """Writes REPORT.md and report/*.png, returns the path of the former, and leaves the README's part in `readme`.
+
+        What is there stays as it was until all is drawn.
+        """
+        self.out.mkdir(parents=True, exist_ok=True)
         path = self.out / "REPORT.md"
-        path.write_text("\n".join(self.text))
+        with tempfile.TemporaryDirectory(dir=self.out) as folder:
+            self.drawn = Path(folder)
+            self.text.append((ROOT / "report_head.md").read_text())
+            for table in TABLES:
+                rows = self.tables[table.records]
+                rows = [row for row in rows if row["setting"] == FLOOR or table.settings(row["setting"])]
+                if any(row["setting"] != FLOOR for row in rows):
+                    self.table(table, rows)
+            self.text += edges.section(self.edges)
+            self.text += conversion.section(self.studies)
+            write_atomically(path, "\n".join(self.text))
+            self.pictures.mkdir(exist_ok=True)
+            for old in self.pictures.glob("*.png"):
+                old.unlink()
+            for picture in self.drawn.iterdir():
+                picture.replace(self.pictures / picture.name)
         return path
 
     def into_readme(self, text: str) -> str:
@@ -893,7 +910,7 @@ class Report:
         """Adds a picture to the text and returns where it is to be written."""
         name = picture_name(table, group, kind)
         self.text.append(f"![{caption}](report/{name})\n\n{caption}\n")
-        return self.pictures / name
+        return self.drawn / name
 
     def settings_plot(self, table: Table, group: Group, shown: list[Shown], paper: dict[str, dict[str, float]]) -> None:
         """Draws judged scores over settings, the paper's on an axis of its own."""
@@ -935,7 +952,7 @@ class Report:
         found = []
         for setting in settings:
             row = {"table": table.records, **group._asdict(), "setting": setting}
-            path = self.records / "samples" / image_name(row, 1.0)
+            path = self.records / "samples" / image_name(row)
             if path.exists():
                 found.append((setting, np.asarray(Image.open(path))))
         widest = max((strip.shape[1] for _, strip in found), default=0)  # a setting may have drawn fewer images than others

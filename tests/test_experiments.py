@@ -558,6 +558,16 @@ def test_a_verdict_counts_single_seeds_and_ties_apart():
     assert "nothing to compare" in report.verdict("Held-out loss", ours, dict.fromkeys(PAPER, 41.39))
 
 
+def test_best_and_span_are_of_the_seeds_that_all_settings_share():
+    """The reference has a second seed in which everything is harder."""
+    ours = {"partition.overlap=0": {0: 0.30, 1: 0.40}, "partition.overlap=0.1": {0: 0.31}, "partition.overlap=0.2": {0: 0.33}}
+    found = report.verdict("Held-out loss", ours, PAPER)
+    assert "our best is `partition.overlap=0`" in found
+    assert "span 0.03, the seeds' spread is 0.07071 (best and span of the seeds that all share, 0)" in found
+    ours["partition.overlap=0.1"] = {2: 0.31}
+    assert "(no seed is shared by all)" in report.verdict("Held-out loss", ours, PAPER)
+
+
 @pytest.mark.parametrize(("ours", "words"), [((0.94, 0.93, 0.5), "trend appears"), ((0.5, 0.93, 0.94), "is reversed")])
 def test_verdicts_know_what_is_better(ours, words):
     """Accuracy is better higher, bits per character lower: the same order either way."""
@@ -599,6 +609,11 @@ def write_records(folder: Path, rows: list[dict[str, str]]) -> Path:
     return folder
 
 
+def damaged_strip(records: Path) -> None:
+    (records / "samples").mkdir()
+    (records / "samples" / collect.image_name(row("partition.overlap=0", 0, 0.3))).write_text("no image")
+
+
 def test_few_records_and_odd_ones_make_a_report(tmp_path):
     """One setting of one seed; a seed that is not a number; pictures of other widths; a floor alone."""
     rows = [row("partition.overlap=0.1", 0, 0.3), row(collect.FLOOR, 0, 0.5, scale="fashion", metric=report.FID)]
@@ -610,7 +625,7 @@ def test_few_records_and_odd_ones_make_a_report(tmp_path):
     (records / "samples").mkdir()
     for index, own in enumerate(rows[::2]):
         strip = Image.fromarray(np.zeros((8, 8 + 8 * index), np.uint8))
-        strip.save(records / "samples" / collect.image_name(own, 1.0))
+        strip.save(records / "samples" / collect.image_name(own))
     report.Report(records, tmp_path).write()
     text = (tmp_path / "REPORT.md").read_text()
     assert "nan ± nan" in text and "not finite: `partition.overlap=0`" in text
@@ -627,6 +642,7 @@ def test_few_records_and_odd_ones_make_a_report(tmp_path):
         (lambda records: cut(records / "overlap.csv"), "overlap.csv has a row that is cut off"),
         (lambda records: (records / "overlap.csv").write_text("edge\n1\n"), "overlap.csv does not have the columns"),
         (lambda records: (records / "benchmark.csv").write_text("name\n1\n"), "benchmark.csv does not have the columns"),
+        (damaged_strip, "cannot be drawn"),
         (lambda records: (records / "edges.csv").write_bytes(b"\xff\xfe"), "edges.csv does not have the columns"),
     ],
 )
