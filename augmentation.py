@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torchvision.transforms import v2
 
+from hardware import to_device
 from randomness import generator, stream_seed
 
 
@@ -32,12 +33,12 @@ class Augmentation:
         flips = torch.randint(2, (batch_size,), generator=draws).bool()[rows]
         shifts = torch.randint(2 * self.crop + 1, (batch_size, 2), generator=draws)[rows]
         if self.flip:
-            images = torch.where(flips.to(images.device)[:, None, None, None], images.flip(-1), images)
+            images = torch.where(to_device(flips, images.device)[:, None, None, None], images.flip(-1), images)
         if self.randaugment:
             first = rows.indices(batch_size)[0]
             images = torch.stack([self._randaugment(image, block, step, first + i) for i, image in enumerate(images)])
         if self.crop:
-            images = crop_at(images, shifts.to(images.device), self.crop)
+            images = crop_at(images, to_device(shifts, images.device), self.crop)
         return images
 
     def _randaugment(self, image: Tensor, block: int, step: int, sample: int) -> Tensor:

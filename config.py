@@ -788,6 +788,12 @@ def trained_blocks(config: Config) -> int:
     return 2 if method == "forward_forward" else 1
 
 
+def trains_together(config: Config) -> bool:
+    """Returns whether the steps of several blocks train something that is common to them, so that their order matters."""
+    ends, table = getattr(config.model, "share", None) == "ends", getattr(config.objective, "table", None) == "learned"
+    return ends or table or config.method.name == "noprop_dt"
+
+
 def owned_blocks(config: Config) -> list[int]:
     """Returns the blocks that this job builds and trains."""
     return list(range(trained_blocks(config))) if config.train.blocks == "all" else config.train.blocks
@@ -1252,8 +1258,10 @@ def trained_identity(config: Config) -> dict[str, Any]:
             del kept["data"][key]
     # Intervals; what changes rounding only, of which the number of processes in run.json speaks; and where and when, not what.
     unnamed = ("log_every", "checkpoint_every", "sample_every", "evaluate_every", "parallel", "shard")
-    for key in (*unnamed, "activation_checkpointing", "offload", "switch_every"):
+    for key in (*unnamed, "activation_checkpointing", "offload"):
         del kept["train"][key]
+    if not trains_together(config):
+        del kept["train"]["switch_every"]  # whose turn it is moves no bit of blocks that share nothing
     return without_later(kept)
 
 
@@ -1261,7 +1269,7 @@ def trained_identity(config: Config) -> dict[str, Any]:
 # part of a run's identity, so a new setting neither renames finished runs nor parts their records from those of later ones.
 LATER = {
     "data": {"crop": 0, "randaugment": False},
-    "train": {"init_from": None, "init_layers": "slice"},
+    "train": {"init_from": None, "init_layers": "slice", "switch_every": 1},
 }
 
 

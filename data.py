@@ -20,6 +20,7 @@ from torch import Tensor
 
 import image_sets
 from config import Config, SettingError
+from hardware import to_device
 from image_sets import Split
 from randomness import generator
 
@@ -252,11 +253,11 @@ class BatchSource:
         images, labels = self._pixels(block, step, batch_size, rows)
         if self.augment is not None:
             images = self.augment(images, block, step, batch_size, rows)
-        x = self.data.normalize(images.to(self.device, non_blocking=True))
+        x = self.data.normalize(to_device(images, self.device))
         if self.data.flip:
-            flips = torch.from_numpy(step_flips(self.seed, block, step, batch_size)[rows]).to(self.device)
+            flips = to_device(torch.from_numpy(step_flips(self.seed, block, step, batch_size)[rows]), self.device)
             x = torch.where(flips[:, None, None, None], x.flip(-1), x)
-        return x, labels.to(self.device, non_blocking=True)
+        return x, to_device(labels, self.device)
 
     def prefetch(self, block: int, step: int, batch_size: int) -> None:
         """Starts to gather a coming step in the background. A failure there is raised by the `batch` that asks for the step."""
@@ -270,7 +271,7 @@ class BatchSource:
     def _pixels(self, block: int, step: int, batch_size: int, rows: slice) -> tuple[Tensor, Tensor]:
         """Returns images uint8 (n, C, H, W) and labels of a step, on the device or on the host."""
         if self._resident is not None:
-            indices = torch.from_numpy(self._indices(block, step, batch_size)[rows]).to(self.device)
+            indices = to_device(torch.from_numpy(self._indices(block, step, batch_size)[rows]), self.device)
             return self._resident[0][indices], self._resident[1][indices]
         announced = self._gathered.get((block, step, batch_size))
         if announced is None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from config import SettingError, require
 
@@ -47,6 +48,13 @@ class Hardware:
     def autocast(self) -> AbstractContextManager:
         """Returns the context in which a backbone runs."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16", cache_enabled=False)
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copies a batch's tensor to the device; from pinned memory, so that a GPU's step does not wait for the copy."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def has_bf16(device: torch.device) -> bool:

@@ -32,6 +32,7 @@ import image_sets
 from config import LatentsConfig, SettingError, require
 from data import BatchSource, ImageData, step_flips
 from files import checksum, differences, write_atomically
+from hardware import to_device
 from image_sets import Split
 from parallel import World
 from randomness import generator
@@ -540,9 +541,9 @@ class LatentSource(BatchSource):
             labels: int64 (n,).
         """
         latents, labels = self._pixels(block, step, batch_size, rows)
-        latents = latents.to(self.device, non_blocking=True)  # (n, 2, 2, C, H, W)
+        latents = to_device(latents, self.device)  # (n, 2, 2, C, H, W)
         views = torch.from_numpy(step_flips(self.seed, block, step, batch_size)[rows]).long() * int(self.data.flip)
-        chosen = latents[torch.arange(len(latents), device=self.device), views.to(self.device)]  # (n, 2, C, H, W)
+        chosen = latents[torch.arange(len(latents), device=self.device), to_device(views, self.device)]  # (n, 2, C, H, W)
         stream = generator(self.seed, "posterior", block, step, device=self.device)
         noise = torch.randn((batch_size, *chosen.shape[2:]), generator=stream, device=self.device)[rows]
-        return self.data.draw(chosen, noise), labels.to(self.device, non_blocking=True)
+        return self.data.draw(chosen, noise), to_device(labels, self.device)

@@ -33,6 +33,7 @@ from torch import Tensor
 from config import SettingError, TextConfig, require
 from data import step_indices
 from files import check_cache, publish
+from hardware import to_device
 
 SYMBOLS = " abcdefghijklmnopqrstuvwxyz"  # text8's 27
 WORDS = 1000  # that the tokenizer `words` knows
@@ -290,7 +291,7 @@ class TokenSource:
         index = step_indices(self.seed, block, step, batch_size, len(self.rows))
         tokens, documents, counts = self.rows.take(index[rows])
         weights = counts.float() * (batch_size / int(self.rows.counted[index].sum()))
-        return tokens.to(self.device), documents.to(self.device), weights.to(self.device)
+        return to_device(tokens, self.device), to_device(documents, self.device), to_device(weights, self.device)
 
     def prefetch(self, block: int, step: int, batch_size: int) -> None:
         """Nothing to do: rows are read faster than a step is made."""

@@ -168,8 +168,7 @@ def sampling(hardware: Hardware) -> Iterator[Row]:
         samplers = {}
         for blocks in (1, *SAMPLING_BLOCKS):
             config = variant(settings(shape, "sampler.schedule=per_block", f"sampler.steps={SAMPLING_STEPS}"), blocks)
-            modules = {part_name(block): build_module(config, part_name(block)).eval() for block in range(blocks)}
-            samplers[str(blocks)] = draw_images(build_model(config, modules, 1.0, hardware), images)
+            samplers[str(blocks)] = draw_images(build_model(config, modules_of(config, hardware), 1.0, hardware), images)
         seconds = interleaved(samplers, hardware.device, rounds(shape))
         for blocks in SAMPLING_BLOCKS:
             value = ratio(seconds["1"], seconds[str(blocks)]) / blocks
@@ -181,19 +180,26 @@ def inference(hardware: Hardware) -> Iterator[Row]:
     predictions = {}
     for blocks in (1, 3):
         config = variant(settings("vit"), blocks)
-        modules = {part_name(block): build_module(config, part_name(block)).eval() for block in range(blocks)}
-        model = build_model(config, modules, 1.0, fp32(hardware))
-        images = torch.randn(config.train.batch_size, config.data.channels, config.data.size, config.data.size)
+        model = build_model(config, modules_of(config, hardware), 1.0, fp32(hardware))
+        shape = config.train.batch_size, config.data.channels, config.data.size, config.data.size
+        images = torch.randn(shape, device=hardware.device)
         predictions[str(blocks)] = functools.partial(model.stages, images)
     seconds = interleaved(predictions, hardware.device, rounds("vit"))
     note = f"{statistics.median(seconds['3']):.4f} s, end to end {statistics.median(seconds['1']):.4f} s"
     yield Row("inference/vit/3", ratio(seconds["3"], seconds["1"]), f"<= {VIT_INFERENCE}", note, "fp32")
 
 
+def modules_of(config: Config, hardware: Hardware) -> dict[str, torch.nn.Module]:
+    """Returns a model's modules as they are at the start, on the device."""
+    names = [part_name(block) for block in range(configuration.trained_blocks(config))]
+    return {name: build_module(config, name).to(hardware.device).eval() for name in names}
+
+
 def draw_images(model: Any, images: int) -> Callable[[], torch.Tensor]:
     """Returns what samples some images of class 0."""
-    noise = image_noise(0, range(images), model.shape)
-    denoiser = model.denoiser(torch.zeros(images, dtype=torch.int64), model.config.sampler.guidance)
+    noise = image_noise(0, range(images), model.shape, model.device)
+    labels = torch.zeros(images, dtype=torch.int64, device=model.device)
+    denoiser = model.denoiser(labels, model.config.sampler.guidance)
     schedule = model_schedule(model, model.config.sampler)
     return torch.inference_mode()(lambda: euler(denoiser, noise, schedule))
 
@@ -202,10 +208,10 @@ def guidance(hardware: Hardware) -> Iterator[Row]:
     """Guidance in two forward passes over guidance in one batched pass, 3 blocks."""
     for shape, (_, images) in SAMPLING.items():
         config = variant(settings(shape), 3)
-        module = build_module(config, part_name(0)).eval()
-        model = build_model(config, {part_name(0): module}, 1.0, hardware)
-        labels, null = torch.zeros(images, dtype=torch.int64), torch.full((images,), config.data.num_classes)
-        z = torch.randn(images, *model.shape)
+        model = build_model(config, modules_of(config, hardware), 1.0, hardware)
+        labels = torch.zeros(images, dtype=torch.int64, device=model.device)
+        null = torch.full_like(labels, config.data.num_classes)
+        z = torch.randn((images, *model.shape), device=model.device)
         batched = model.denoiser(labels, 1.5)
         alone = [RoutedDenoiser(model.objective, model.modules, y, [1.0] * 3, 0, model.autocast) for y in (labels, null)]
 
@@ -230,9 +236,14 @@ def outside(hardware: Hardware) -> Iterator[Row]:
         yield Row(f"outside/{shape}/3", value, f"<= {bound}")
 
 
+def has_amx(hardware: Hardware) -> bool:
+    """Returns whether what is measured on is a CPU with AMX, for which there are bounds."""
+    return hardware.device.type == "cpu" and torch.cpu._is_amx_tile_supported()
+
+
 def precision(hardware: Hardware) -> Iterator[Row]:
     """Time of a step in float32 over that in bfloat16, 3 blocks."""
-    amx = torch.cpu._is_amx_tile_supported()
+    amx = has_amx(hardware)
     for shape in SAMPLING:
         functions = {
             name: make_job(variant(settings(shape), 3), dataclasses.replace(hardware, precision=name)).step
@@ -247,7 +258,7 @@ def compiled(hardware: Hardware) -> Iterator[Row]:
     """Time of an eager step in float32, and in the default precision, over that of the compiled step, at digits size."""
     if not machine.has_compiler(hardware.device):
         return
-    amx = torch.cpu._is_amx_tile_supported()
+    amx = has_amx(hardware)
     config = variant(settings("digits"), 3)
     job = make_job(config, hardware)
     modules = {part_name(job.block): torch.compile(job.part.module, dynamic=False)}
@@ -268,7 +279,9 @@ def compiled(hardware: Hardware) -> Iterator[Row]:
 
 
 def naive(hardware: Hardware) -> Iterator[Row]:
-    """Time of the naive loop's step (experiments/naive.py) over ours, with the same layers and precision, 3 blocks."""
+    """Time of the naive loop's step (experiments/naive.py) over ours, with the same layers and precision, 3 blocks, on a CPU."""
+    if hardware.device.type != "cpu":
+        return
     config = variant(settings("digits"), 3)
     job = make_job(config, hardware)
     images = generation.stand_in(dataclasses.replace(config, train=dataclasses.replace(config.train, batch_size=90))).train

@@ -223,6 +223,18 @@ def test_plan_of_every_kind(tmp_path, monkeypatch, kind):
         assert row["bytes"] == 16 * sum(sizes.values()) + 4 * gradients + activations
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@every_kind
+def test_no_step_waits_for_the_device(kind):
+    job = profiling.make_job(CONFIGS[kind](), Hardware(torch.device("cuda"), "fp32", 1))
+    job.step()  # in which kernels are loaded and memory is allocated
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        job.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 @pytest.mark.parametrize("mode", ["profile", "plan"])
 def test_what_has_no_equal_layers_is_refused(mode):
     settings = {"mode": mode, "memory": "1GiB" if mode == "plan" else None}

@@ -13,6 +13,7 @@ import torch
 from conftest import make_classifier, make_config
 
 import checkpoint
+import config as configuration
 import train as training
 from checkpoint import read_run
 from config import SettingError, TrainConfig
@@ -438,6 +439,23 @@ def test_offload_holds_one_block_and_changes_no_bit(digits, tmp_path, monkeypatc
     evaluate = {"sample_every": 6} if kind == "dit" else {"evaluate_every": 6}
     assert fit(make(train={"steps": 4, "offload": True, "switch_every": 2, **evaluate}), digits, tmp_path / "runs") == whole
     assert len(moves) == 6 and all(names[1:] == also for names in moves)
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (make_config, False),
+        (make_classifier, False),
+        (functools.partial(make_classifier, model={"share": "ends"}), True),
+        (functools.partial(make_classifier, objective={"table": "learned"}), True),
+        (functools.partial(make_classifier, "noprop_dt", network="noprop_cnn"), True),
+    ],
+)
+def test_whose_turn_it_is_names_a_run_where_blocks_share_something(make, named):
+    """Its order of steps is another training; without anything shared no bit moves, and the run is the same."""
+    found = [configuration.run_folder(make(train={"switch_every": every})) for every in (1, 2)]
+    assert (found[0] != found[1]) == named
+    assert "switch_every" not in configuration.trained_identity(make())["train"]
 
 
 def test_a_part_moves_as_a_whole(digits, monkeypatch):
