@@ -176,7 +176,13 @@ def measure(config: Config, modules: Mapping[str, nn.Module], data: ImageData, h
     """Returns the held-out loss of a model in training, see evaluation.summarize_loss; `blocks` has each one's mean."""
     grid, loss, owners = heldout_loss(config, data, build_model(config, modules, data.scale, hardware))
     summary = evaluation.summarize_loss(loss, grid, owners)
-    return {**summary, "blocks": [block["loss"] for block in summary["blocks"]]}
+    return {**summary, "blocks": [block["loss"] for block in summary["blocks"]], "protocol": loss_protocol(config, data)}
+
+
+def loss_protocol(config: Config, data: ImageData) -> dict[str, Any]:
+    """Returns on what a held-out loss is measured."""
+    images = min(config.eval.loss_images, len(data.test.images))
+    return {"images": images, "split": "test", "levels": config.eval.loss_levels, "seed": config.eval.seed}
 
 
 def heldout_loss(config: Config, data: ImageData, model: Model) -> tuple[LossGrid, np.ndarray, list[int]]:
@@ -208,10 +214,7 @@ def heldout_result(config: Config, data: ImageData, model: Model, folder: Path) 
         "by_level": {"levels": grid.levels.tolist(), "mass": grid.mass.tolist(), "loss": loss.tolist()},
         "protocol": {
             "metric": "EDM-weighted squared error, mean over dimensions and images",
-            "images": min(config.eval.loss_images, len(data.test.images)),
-            "split": "test",
-            "levels": config.eval.loss_levels,
-            "seed": config.eval.seed,
+            **loss_protocol(config, data),
         },
     }
 

@@ -216,7 +216,9 @@ class Records:
         if result["kind"] == "heldout_loss":
             found = {("heldout_loss", ""): result["scores"]["integrated"]}
             self.add_series("levels", common, levels=result["by_level"]["levels"], loss=result["by_level"]["loss"])
-            rows = read_metrics(folder / "heldout.jsonl")
+            # Points of another protocol, from before an evaluation setting changed, are none of this result's curve.
+            same = result["protocol"].items()
+            rows = [row for row in read_metrics(folder / "heldout.jsonl") if row.get("protocol", {}).items() <= same]
             if rows:
                 self.add_series("curves", common, step=[r["step"] for r in rows], loss=[r["integrated"] for r in rows])
         elif result["kind"] == "samples":

@@ -298,6 +298,17 @@ def test_a_run_becomes_records(tiny_run, tmp_path):
     assert len(list((tmp_path / "samples").glob("main_digits_v4_layer_work_*.png"))) == 1
 
 
+def test_points_of_another_protocol_are_left_out_of_a_curve(tiny_run, tmp_path):
+    """A run that was scored on other images while it trained, until it was stopped."""
+    run = shutil.copytree(tiny_run, tmp_path / "run")
+    curve = [json.loads(line) for line in (run / "heldout.jsonl").read_text().splitlines()]
+    curve[0]["protocol"]["images"] += 1
+    (run / "heldout.jsonl").write_text("".join(json.dumps(row) + "\n" for row in curve))
+    records = collect.Records(tmp_path)
+    records.add(run)
+    assert [row["step"] for row in records.series["curves"]] == ["2 3"]
+
+
 def test_runs_that_miss_points_are_averaged_where_all_have_some():
     table = report.TABLES[0]
     row = {"table": table.name, "scale": "digits", "paper": "v4", "match": "layer_work", "protocol": "p", "setting": "a=1"}
