@@ -113,6 +113,9 @@ def test_every_overlay_runs_at_every_scale(scale, made_data, tmp_path):
         folder = pipeline.run(config, {"experiment": table})
         kinds = {result["kind"] for result in json.loads((folder / "results.json").read_text())}
         assert kinds == ({"heldout_loss"} if config.eval.features is None else {"heldout_loss", "samples", "floor"})
+        if config.eval.features is None:  # whose features need a download
+            pipeline.run(dataclasses.replace(config, mode="sample", folder=str(folder)))
+        assert len(list((folder / "samples").rglob("samples.npz"))) == 1
 
 
 @pytest.mark.parametrize("paper", ["v1", "v4"])
