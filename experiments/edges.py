@@ -7,7 +7,6 @@ experiments.report draws the tables from records/edges.csv, which holds one stud
 """
 
 import argparse
-import dataclasses
 import itertools
 import sys
 from collections.abc import Iterable, Mapping
@@ -159,9 +158,8 @@ def expert_config(overrides: list[str], seed: int, low: float, high: float, dept
 
 def study_of(config: Config) -> str:
     """Returns a short hash of all that the experts of one study share: how they are trained and scored."""
-    shared = flatten({"trained": configuration.trained_identity(config), "eval": dataclasses.asdict(config.eval)})
-    varied = [f"trained.{key}" for key in VARIED]
-    return digest({key: value for key, value in shared.items() if not is_under(key, varied)})
+    trained = {key: value for key, value in flatten(configuration.trained_identity(config)).items() if not is_under(key, VARIED)}
+    return digest([trained, config.eval.loss_images, config.eval.loss_levels, config.eval.seed])
 
 
 def dynamics(config: Config, folder: Path) -> np.ndarray:

@@ -8,7 +8,7 @@ import config as configuration
 from dblock_modules import LogNormalLevels, make_partition
 from evaluation import loss_grid
 from experiments import edges
-from experiments.collect import write_rows
+from experiments.collect import RECORDS, read_rows, write_rows
 
 LAST = len(edges.GRID) - 1
 
@@ -87,6 +87,13 @@ def test_experts_of_other_settings_are_another_study(typed, tmp_path):
     write_rows(path, [row], edges.COLUMNS)
     with pytest.raises(configuration.SettingError, match="has a study of scale=digits with other settings, the command of that"):
         edges.measure(["train.steps=10", typed], 0, path)
+
+
+def test_the_recorded_study_can_go_on():
+    """A new setting must not make another study of the same command, or its next seed would be refused."""
+    rows = read_rows(RECORDS / "edges.csv")
+    study = edges.study_of(edges.expert_config(["train.steps=1000"], 5, 0.03, 80.0, 4))
+    assert {(row["scale"], row["study"]) for row in rows} == {("digits", study)}
 
 
 def test_a_section_names_every_candidate():
