@@ -460,6 +460,10 @@ def train(
 
     def write_metrics(block: int) -> float | None:
         part = parts[trained[block][0]]
+        if hardware.device.type == "cuda":  # steps are queued there: what they have left to do belongs to their time
+            started = time.perf_counter()
+            torch.cuda.synchronize(hardware.device)
+            part.seconds += time.perf_counter() - started
         rate = learning_rate(settings, max(part.step - 1, 0), steps[block])
         return metrics.write(block, part.step, rate=rate, seconds=round(part.seconds, 3))
 
