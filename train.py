@@ -231,6 +231,16 @@ def make_resident(parts: Mapping[str, Part], names: Sequence[str], device: torch
         torch.cuda.synchronize(device)  # the host may read what came to it, for a checkpoint
 
 
+def clip_gradients(parameters: Sequence[Tensor], limit: float) -> Tensor:
+    """Scales gradients so that their norm is at most `limit`, and returns what it was."""
+    norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
+    whole = parallel.whole(norm)
+    # On a CPU the norm is there, and most steps need no scaling; to look at it on a GPU would mean to wait.
+    if whole.device.type != "cpu" or not whole + 1e-6 <= limit:
+        nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+    return whole
+
+
 def train_step(
     settings: TrainConfig,
     objective: Objective,
@@ -267,10 +277,9 @@ def train_step(
         total += loss.detach()
     for part in trained:
         (group,) = part.optimizer.param_groups
-        limit = math.inf if settings.clip_norm is None else settings.clip_norm
-        norm = nn.utils.clip_grad_norm_(group["params"], limit)
+        norm = clip_gradients(group["params"], math.inf if settings.clip_norm is None else settings.clip_norm)
         # A bad gradient stops the run as a bad loss does, and as late: without waiting for the device.
-        total += 0 * parallel.whole(norm)
+        total += 0 * norm
         group["lr"] = learning_rate(settings, step, steps)
         part.optimizer.step()
         part.optimizer.zero_grad(set_to_none=True)

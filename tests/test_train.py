@@ -209,6 +209,24 @@ def test_non_finite_loss_stops_and_keeps_the_last_good(digits, tmp_path, monkeyp
     assert made[7] == int(made[-1])
 
 
+@pytest.mark.parametrize("limit", [0.5, 2.0, 1e6, float("inf")])
+@pytest.mark.parametrize("bad", [None, float("nan"), float("inf")])
+def test_gradients_are_clipped_as_by_torch(limit, bad):
+    """To the bit, with less work; where one gradient is bad the others may stay as they are, and the norm says so."""
+    torch.manual_seed(0)
+    ours, theirs = ([torch.nn.Parameter(torch.zeros(size)) for size in (3, 40, 1)] for _ in range(2))
+    for own, other in zip(ours[:2], theirs[:2], strict=True):  # the last one has no gradient
+        own.grad = torch.randn_like(own)
+        if bad is not None:
+            own.grad[0] = bad
+        other.grad = own.grad.clone()
+    norm, wanted = training.clip_gradients(ours, limit), torch.nn.utils.clip_grad_norm_(theirs, limit)
+    assert torch.equal(norm, wanted) or (norm.isnan() and wanted.isnan())
+    if bad is None:
+        assert all(torch.equal(own.grad, other.grad) for own, other in zip(ours[:2], theirs[:2], strict=True))
+    assert ours[2].grad is None
+
+
 @pytest.mark.parametrize("clip_norm", [None, 1.0])
 def test_non_finite_gradient_of_a_finite_loss_stops(digits, tmp_path, monkeypatch, clip_norm):
     settings = {"checkpoint_every": 3, "log_every": 100, "clip_norm": clip_norm}
