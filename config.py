@@ -982,11 +982,7 @@ def validate_classifier(config: Config) -> None:
     }
     for what, needs_all in together.items():
         require(not needs_all or train.blocks == "all", f"train.blocks={train.blocks}: {what} needs all blocks in one job")
-    apart = (
-        method == "end_to_end"
-        or method == "diffusion_blocks"
-        and not (together["model.share=ends"] or objective.table == "learned")
-    )
+    apart = method == "end_to_end" or method == "diffusion_blocks" and not trains_together(config)
     require(
         train.parallel is None or apart,
         f"train.parallel={train.parallel}: parts work together in a step of method={method} with these settings: leave it out",

@@ -235,7 +235,7 @@ def clip_gradients(parameters: Sequence[Tensor], limit: float) -> Tensor:
     """Scales gradients so that their norm is at most `limit`, and returns what it was."""
     norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
     whole = parallel.whole(norm)
-    # On a CPU the norm is there, and most steps need no scaling; to look at it on a GPU would mean to wait.
+    # On a CPU the norm is there, and most steps need no scaling; to look at it on a GPU would mean to wait. 1e-6 is torch's own.
     if whole.device.type != "cpu" or not whole + 1e-6 <= limit:
         nn.utils.clip_grads_with_norm_(parameters, limit, norm)
     return whole
